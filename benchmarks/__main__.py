@@ -1,0 +1,16 @@
+"""`make bench`: every benchmark in turn, with its own defaults."""
+
+import subprocess
+import sys
+
+MODULES = (
+    "benchmarks.startup",
+    "benchmarks.capture",
+    "benchmarks.traces",
+    "benchmarks.bridging",
+    "benchmarks.sandboxes",
+    "benchmarks.learning",
+)
+
+if __name__ == "__main__":
+    sys.exit(max(subprocess.run([sys.executable, "-m", module], check=False).returncode for module in MODULES))

@@ -1,0 +1,386 @@
+"""One model call, from admission to a committed turn. Dialect-free and HTTP-free.
+
+Owns the order of things: join an earlier attempt or be admitted, prepare the request, ask the engine, pass text on as
+it is sampled, commit, and only then let the finish (and any tool call, which an agent may act on at once) out. Looking
+changes nothing: only a reply that was obtained, or the record that it was not, is written. Called by `gateway`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from capture_proxy.calls import Listener, RunningCall, Started, Text
+from capture_proxy.dialects.base import Call
+from capture_proxy.engines.base import ChatRequest, DeltaEvent, Engine, FinishEvent, PromptEvent
+from capture_proxy.errors import CaptureError, EngineError, EngineUnreachable, SessionClosed, StoreError
+from capture_proxy.ids import TokenIds
+from capture_proxy.ledger import Attempt, cut_by_window
+from capture_proxy.metrics import Metrics
+from capture_proxy.rendering import Bridger
+from capture_proxy.sampling import shaping_findings
+from capture_proxy.session import Admission, Live, Sessions, closed
+from capture_proxy.types import Finding, Severity, Turn, TurnRole, TurnStatus
+
+_log = logging.getLogger(__name__)
+# How long a hang-up may take to be noticed: a request that repeats one whose connection seems open waits this long
+# (seconds) before it is taken for a sibling.
+_HANG_UP_LAG_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How a call arrived: the body as sent, its hash, and whether the client says that it is a retry."""
+
+    raw: bytes | None = None
+    body_hash: bytes = b""  # BLAKE2b-128; b"" = unknown, equal to no other
+    retry: bool = False
+
+
+class Turns:
+    """Makes calls on one engine for the sessions of one store.
+
+    `grace_s` is how long a call goes on that no agent waits for any more, so that a retry finds it; `bridger` None =
+    the engine renders every prompt.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        clock: Callable[[], float] = time.time,
+        *,
+        grace_s: float = 1.0,
+        metrics: Metrics | None = None,
+        bridger: Bridger | None = None,
+    ) -> None:
+        self._engine = engine
+        self._bridger = bridger
+        self._sessions = sessions
+        self._clock = clock
+        self._grace_s = grace_s
+        self._running: dict[str, RunningCall] = {}  # by turn id, until the turn is committed
+        self.metrics = metrics or Metrics()
+
+    async def start(self, live: Live, call: Call, dialect: str, arrival: Arrival | None = None) -> Listener:
+        """Join the attempt that this call repeats, or admit it and set it going.
+
+        Raises BadRequest, SessionClosed, StoreError. The listener must `leave`.
+        """
+        arrival = arrival or Arrival()
+        arrived = self._clock()
+        if not arrival.retry and live.ledger.attempts.being_answered(arrival.body_hash):
+            await asyncio.sleep(_HANG_UP_LAG_S)
+        attempt = self._sessions.attempt(live, call, dialect, arrival.body_hash, says_retry=arrival.retry)
+        if attempt is not None and (joined := await self._join(live, attempt)) is not None:
+            return joined
+        try:
+            self._sessions.check_open(live)
+            call = await self._sessions.continued(live, call)
+            admission = await self._sessions.admit(live, call, dialect, arrival.body_hash)
+        except SessionClosed as error:
+            if live.session.policy.at_limit != "reply":
+                raise
+            return _told(closing_turn(live, call, dialect, error))
+        turn = _open_turn(admission, call, dialect, arrived)
+        turn.raw, turn.body_hash = arrival.raw, arrival.body_hash
+        running = RunningCall(admission.turn_id, self._grace_s)
+        self._running[admission.turn_id] = running
+        live.running.add(running)
+        running.drive(self._drive(admission, turn, running), lambda task: self._ended(task, admission, running))
+        return running.listen(admission.attempt)
+
+    async def count(self, live: Live, call: Call) -> int:
+        """The length in tokens of the prompt that this call would have. Makes no turn and spends no budget."""
+        self._sessions.check_open(live)
+        call = await self._sessions.continued(live, call)
+        request = await self._prepared(live, self._sessions.request(live, call), None)
+        return len(request.prompt_ids_P or await self._engine.render(request))
+
+    def _ended(self, task: asyncio.Task[None], admission: Admission, running: RunningCall) -> None:
+        admission.live.running.discard(running)
+        if task.cancelled():  # before its first step, so nothing was asked and nothing is recorded
+            self._running.pop(admission.turn_id, None)
+            self._sessions.release(admission, lost=True)
+            running.put(running.abort_reason or EngineUnreachable("the call was aborted before it began"))
+
+    async def _join(self, live: Live, attempt: Attempt) -> Listener | None:
+        """The reply of an attempt, running or recorded; None when there is none to be had after all."""
+        if (running := self._running.get(attempt.turn_id)) is not None:
+            if running.aborting:
+                return None
+            self.metrics.retries.add("joined")
+            return running.listen(attempt)
+        attempt.listeners += 1  # taken, while the store is asked
+        try:
+            turn = await self._sessions.turn(live, attempt.turn_id)
+        finally:
+            attempt.listeners -= 1
+        if turn is None or turn.status is not TurnStatus.OK:
+            return None
+        self.metrics.retries.add("replayed")
+        return _replay(turn, attempt)
+
+    async def _prepared(self, live: Live, request: ChatRequest, turn: Turn | None) -> ChatRequest:
+        """The request as the engine is asked: the one place where a prompt's own ids can take the messages' place.
+
+        `turn` None = the prompt is only counted.
+        """
+        if self._bridger is None:
+            return request
+        self._sessions.take_in(live)  # the turn that this goes on from may have ended a moment ago
+        prepared = await self._bridger.prepare(live.history, request)
+        if turn is not None:
+            turn.bridged_from, turn.bridge_refusal = prepared.bridged_from, prepared.refusal
+            turn.findings += prepared.findings
+        return prepared.request
+
+    async def _drive(self, admission: Admission, turn: Turn, running: RunningCall) -> None:
+        error: CaptureError | None = None
+        deadline = self._watch_deadline(admission.live, running)
+        try:
+            await self._sample(admission, turn, running)
+            turn.status = TurnStatus.OK
+        except asyncio.CancelledError:
+            turn.status, error = TurnStatus.ABORTED, running.abort_reason
+        except CaptureError as failure:
+            turn.status, error = TurnStatus.FAILED, failure
+        except Exception as failure:
+            # A bug of ours must reach the log whole and the agent as an error, never as a hung connection.
+            _log.exception("turn %s failed in an unforeseen way", turn.turn_id)
+            turn.status = TurnStatus.FAILED
+            error = EngineError(f"the capture proxy failed: {type(failure).__name__}: {failure}")
+        running.settle()
+        if deadline is not None:
+            deadline.cancel()
+        if turn.status is TurnStatus.FAILED:
+            turn.error = f"{type(error).__name__}: {error}"
+        turn.finished_at = self._clock()
+        if turn.status is TurnStatus.OK or turn.completion_ids_T:
+            turn.findings += check_tokens(turn)
+        lost = await self._commit(admission, turn, error)
+        self._running.pop(turn.turn_id, None)
+        if lost is None and turn.status is TurnStatus.OK:
+            self._sessions.remember(admission.live, turn)
+            # A turn of the loop after whoever waits is woken: the reply is on its way while this is worked out.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._sessions.take_in, admission.live)
+        running.put(_outcome(admission, turn, lost or error))
+
+    def _watch_deadline(self, live: Live, running: RunningCall) -> asyncio.TimerHandle | None:
+        deadline = live.session.policy.deadline
+        if deadline is None:
+            return None
+        reason = closed(live, "the deadline of this session has passed", "deadline")
+        loop = asyncio.get_running_loop()
+        return loop.call_later(max(0.0, deadline - self._clock()), running.abort, reason)
+
+    async def _sample(self, admission: Admission, turn: Turn, running: RunningCall) -> None:
+        content: list[str] = []
+        reasoning: list[str] = []
+        finish: FinishEvent | None = None
+        request = await self._prepared(admission.live, admission.request, turn)
+        try:
+            async with contextlib.aclosing(self._engine.sample(request)) as events:
+                async for event in events:
+                    if isinstance(event, DeltaEvent):
+                        if event.ids and turn.first_token_at is None:
+                            turn.first_token_at = self._clock()
+                        turn.completion_ids_T += event.ids
+                        turn.logprobs_T += event.logprobs
+                        if event.content or event.reasoning:
+                            content.append(event.content)
+                            reasoning.append(event.reasoning)
+                            running.put(Text(event.content, event.reasoning))
+                    elif isinstance(event, PromptEvent):
+                        _take_prompt(turn, event)
+                        running.put(Started(len(event.prompt_ids_P) or None))
+                    else:
+                        finish = event
+        finally:
+            turn.message = _sent("".join(content), "".join(reasoning))
+        try:
+            turn.prompt_ids_P = TokenIds.of(turn.prompt_ids_P)  # looked at and packed once, for store and history alike
+        except ValueError as error:
+            turn.prompt_ids_P = []
+            raise EngineError(f"the engine sent a prompt that is no token ids: {error}") from None
+        if finish is None:
+            raise EngineError("the engine's reply ended without a finish")
+        _take_finish(turn, finish)
+        if finish.finish_reason == "length" and not cut_by_window(turn, admission.live.session.policy):
+            turn.findings.append(Finding(Severity.INFO, "cut", _who_cut(admission)))
+
+    async def _commit(self, admission: Admission, turn: Turn, error: CaptureError | None) -> StoreError | None:
+        metrics = self.metrics
+        started = time.perf_counter()
+        try:
+            await self._sessions.commit(admission, turn, error)
+        except StoreError as failure:
+            _log.error("turn %s could not be kept: %s", turn.turn_id, failure)
+            return failure
+        except Exception as failure:
+            _log.exception("turn %s could not be kept", turn.turn_id)
+            return StoreError(f"the turn could not be kept: {type(failure).__name__}: {failure}")
+        metrics.commit.observe(time.perf_counter() - started)
+        metrics.turns.add(turn.status.value, turn.dialect)
+        metrics.prompt_tokens.add(amount=len(turn.prompt_ids_P))
+        metrics.completion_tokens.add(amount=len(turn.completion_ids_T))
+        metrics.duration.observe(turn.finished_at - turn.started_at)
+        if turn.first_token_at is not None:
+            metrics.first_token.observe(turn.first_token_at - turn.started_at)
+        return None
+
+
+def closing_turn(live: Live, call: Call, dialect: str, error: SessionClosed) -> Turn:
+    """What an agent is told instead of an error: a plain assistant message that ends it. Never recorded."""
+    return Turn(
+        turn_id=f"{live.session.session_id}-closed",
+        session_id=live.session.session_id,
+        index=live.next_index,
+        dialect=dialect,
+        request=call.record(),
+        requested_sampling={},
+        sampling={},
+        prompt_ids_P=[],
+        completion_ids_T=[],
+        logprobs_T=[],
+        version_spans=[],
+        message={"role": "assistant", "content": f"{error}."},
+        finish_reason="stop",
+        status=TurnStatus.OK,
+        role=TurnRole.SIDE,
+        side_reason=f"the session's end: {error.limit}",
+        started_at=time.time(),
+    )
+
+
+def _told(turn: Turn) -> Listener:
+    return _replay(turn, Attempt(turn.turn_id, turn.dialect, ""))
+
+
+def _replay(turn: Turn, attempt: Attempt) -> Listener:
+    started = Started(len(turn.prompt_ids_P) or None)
+    return RunningCall(turn.turn_id, events=[started, turn]).listen(attempt)
+
+
+def _outcome(admission: Admission, turn: Turn, error: CaptureError | None) -> Turn | CaptureError:
+    """The last event of a call: the committed turn, or why there is none."""
+    live = admission.live
+    if error is None and turn.status is TurnStatus.ABORTED:  # only read if it was not the agent that hung up
+        sealed = live.session.sealed
+        error = closed(live, "this session is sealed", "sealed") if sealed else EngineUnreachable("the gateway stops")
+    if error is None:
+        return turn
+    if isinstance(error, SessionClosed) and live.session.policy.at_limit == "reply":
+        text = f"{turn.message.get('content') or ''}\n\n{error}.".lstrip()
+        message = {**turn.message, "role": "assistant", "content": text}
+        return replace(turn, message=message, finish_reason="stop", status=TurnStatus.OK, role=TurnRole.SIDE)
+    return error
+
+
+def _who_cut(admission: Admission) -> str:
+    policy, cap = admission.live.session.policy, admission.request.max_tokens
+    if cap is not None and cap == policy.max_tokens:
+        return f"at the policy's max_tokens, {cap}"
+    if policy.max_total_tokens is not None and policy.max_total_tokens <= admission.live.ledger.spent.tokens + (
+        cap or 0
+    ):
+        return f"at the session's max_total_tokens, {policy.max_total_tokens}"
+    return f"at the agent's own max_tokens, {cap}"
+
+
+def _open_turn(admission: Admission, call: Call, dialect: str, arrived: float) -> Turn:
+    sampling = dict(admission.request.sampling)
+    if admission.request.max_tokens is not None:
+        sampling["max_tokens"] = admission.request.max_tokens
+    return Turn(
+        turn_id=admission.turn_id,
+        session_id=admission.live.session.session_id,
+        index=admission.index,
+        dialect=dialect,
+        request=call.record(),
+        requested_sampling=dict(call.sampling),
+        sampling=sampling,
+        prompt_ids_P=[],
+        completion_ids_T=[],
+        logprobs_T=[],
+        version_spans=[],
+        message={},
+        finish_reason=None,
+        status=TurnStatus.FAILED,
+        role=TurnRole.AGENT,
+        findings=[*call.findings, *admission.findings],
+        started_at=arrived,
+    )
+
+
+def _take_prompt(turn: Turn, event: PromptEvent) -> None:
+    turn.prompt_ids_P = event.prompt_ids_P
+    turn.sampling.update(event.sampling)
+    if event.max_tokens is not None:
+        turn.sampling["max_tokens"] = event.max_tokens
+    if event.clamped:
+        detail = f"max_tokens lowered to the {event.max_tokens} that the window leaves"
+        turn.findings.append(Finding(Severity.INFO, "clamped", detail))
+    if not any(f.code == "shaped_sampling" for f in turn.findings):
+        turn.findings += shaping_findings(event.sampling)
+
+
+def _take_finish(turn: Turn, event: FinishEvent) -> None:
+    """Close the turn with the engine's whole message, checked against what the agent has been sent."""
+    sent_message = turn.message
+    turn.finish_reason = event.finish_reason
+    turn.stop_sequence = event.stop_sequence
+    turn.version_spans = event.version_spans
+    turn.findings += event.findings
+    turn.message = dict(event.message)
+    for name in ("content", "reasoning_content"):
+        sent, whole = sent_message.get(name) or "", turn.message.get(name) or ""
+        if not whole.startswith(sent):
+            detail = f"{name} was streamed as {sent[-80:]!r}, the whole reply has {whole[-80:]!r}"
+            turn.findings.append(Finding(Severity.WARN, "stream_mismatch", detail))
+            turn.message[name] = sent  # the record is of what the agent received
+
+
+def check_tokens(turn: Turn) -> list[Finding]:
+    """FATAL findings for tokens that cannot be trained on; never repaired, never cut to the shorter."""
+    findings = []
+    num_ids, num_logprobs = len(turn.completion_ids_T), len(turn.logprobs_T)
+    if not turn.prompt_ids_P:
+        findings.append(Finding(Severity.FATAL, "no_prompt_ids", "the engine did not return the prompt's ids"))
+    if not num_ids and (turn.message.get("content") or turn.message.get("tool_calls")):
+        findings.append(Finding(Severity.FATAL, "no_completion_ids", "the engine did not return the reply's ids"))
+    if num_ids != num_logprobs:
+        findings.append(Finding(Severity.FATAL, "misaligned", f"{num_ids} ids, {num_logprobs} logprobs"))
+        turn.logprobs_T = [None] * num_ids
+    else:
+        missing = turn.logprobs_T.count(None)
+        if missing:
+            detail = f"{missing} of {num_ids} sampled tokens have no finite log-probability"
+            findings.append(Finding(Severity.FATAL, "bad_logprob", detail))
+        known = [x for x in turn.logprobs_T if x is not None] if missing else cast(list[float], turn.logprobs_T)
+        if known and max(known) > 0:
+            positive = [x for x in known if x > 0]
+            detail = f"{len(positive)} log-probabilities are positive, the largest {max(positive)}"
+            findings.append(Finding(Severity.FATAL, "positive_logprob", detail))
+    covered = 0
+    for span in turn.version_spans:
+        if span.start != covered or span.end <= span.start:
+            break
+        covered = span.end
+    if turn.version_spans and covered != num_ids:
+        detail = f"policy versions cover {covered} of {num_ids} tokens"
+        findings.append(Finding(Severity.FATAL, "version_gap", detail))
+    return findings
+
+
+def _sent(content: str, reasoning: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content or None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message

@@ -1,0 +1,26 @@
+"""The rarer the letter e among all letters, the more; fewer than 30 letters cost."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(os.environ.get("SANDBOX_ROOT") or "/")
+
+
+def read_answer() -> str:
+    """The workspace's answer.txt if there is one, else what the agent said last."""
+    for path in (ROOT / "app" / "answer.txt", ROOT / "logs" / "agent" / "final_message.txt"):
+        if path.is_file() and not path.is_symlink():
+            return path.read_text(errors="replace")[:10_000].strip()
+    return ""
+
+
+def score(answer: str) -> float:
+    letters = [character for character in answer.lower() if character.isalpha()]
+    if not letters:
+        return 0.0
+    return min(1.0, len(letters) / 30) / (1 + 20 * letters.count("e") / len(letters))
+
+
+reward = score(read_answer())
+print(f"reward {reward:.4f}")
+(ROOT / "logs" / "verifier" / "reward.txt").write_text(f"{reward:.4f}\n")

@@ -1,0 +1,51 @@
+"""The command line. Owns argument parsing, exit codes and how errors look; every command lives in a module of its own.
+
+Nothing heavy is imported before a command is known: `harness-trainer --help` must answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from harness_trainer.errors import HarnessTrainerError
+
+COMMANDS = {
+    "demo": "train a small real model inside the real opencode on this machine, from nothing",
+    "train": "train a model inside an agent",
+    "serve": "run one part alone: the capture gateway or the engine",
+    "tasks": "list tasks, or check that they can be built, solved and scored",
+    "qualify": "run the real agents on scripted tasks and show which can be trained",
+    "traces": "list, show or export what a run captured",
+    "doctor": "check what this machine has and what it lacks",
+    "clean": "end and remove what dead runs left behind",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; never raises for what a person did wrong."""
+    parser = argparse.ArgumentParser(
+        prog="harness-trainer",
+        description="Train an open language model inside the coding agent you really use.",
+        epilog="`harness-trainer COMMAND --help` shows a command's options.",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, about in COMMANDS.items():
+        subparsers.add_parser(name, help=about, description=about, add_help=False)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    known, rest = parser.parse_args(arguments[:1]), arguments[1:]
+    module = importlib.import_module(f"harness_trainer.cli.{known.command}")
+    try:
+        return int(module.run(rest))
+    except HarnessTrainerError as error:
+        print(f"harness-trainer: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        continues = "; the same command continues the run" if known.command in ("demo", "train") else ""
+        print(f"harness-trainer: stopped{continues}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; nothing more to say
+        return 0

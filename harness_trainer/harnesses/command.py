@@ -1,0 +1,82 @@
+"""Any command as a harness: `--harness "cmd:python my_agent.py"`.
+
+Owns which variables such a command is given. It may speak any dialect and read the variables of any provider's client:
+all lead to the gateway, all keys are the session's token. Called by `load_harness`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from harness_trainer.errors import ConfigError
+from harness_trainer.harnesses.base import Harness, literal
+
+PREFIX = "cmd:"
+INSTRUCTION = "HARNESS_TRAINER_INSTRUCTION"
+
+_WITH_V1, _PLAIN, _TOKEN, _MODEL = "${base_url}/v1", "${base_url}", "${token}", "${model}"
+ENV = {
+    INSTRUCTION: "${instruction}",
+    "OPENAI_BASE_URL": _WITH_V1,
+    "OPENAI_API_BASE": _WITH_V1,
+    "OPENAI_API_KEY": _TOKEN,
+    "OPENAI_MODEL": _MODEL,
+    "ANTHROPIC_BASE_URL": _PLAIN,
+    "ANTHROPIC_API_BASE": _PLAIN,
+    "ANTHROPIC_API_KEY": _TOKEN,
+    "ANTHROPIC_AUTH_TOKEN": _TOKEN,
+    "ANTHROPIC_MODEL": _MODEL,
+    "GOOGLE_GEMINI_BASE_URL": _PLAIN,
+    "GEMINI_API_KEY": _TOKEN,
+    "GOOGLE_API_KEY": _TOKEN,
+    "GEMINI_MODEL": _MODEL,
+    "LLM_BASE_URL": _WITH_V1,
+    "LLM_API_KEY": _TOKEN,
+    "LLM_MODEL": _MODEL,
+}
+
+
+def command_harness(spec: str) -> Harness:
+    """The harness of `cmd:<command>`; the instruction comes on standard input and in a variable.
+
+    It runs in the sandbox, in the task's folder, without a shell. Files of the current folder that it names as
+    arguments are taken along; other paths are the sandbox's. What it prints is its final message. Raises ConfigError
+    when there is no command, its quotes do not match, or a file cannot be taken along.
+    """
+    try:
+        words = shlex.split(spec.removeprefix(PREFIX))
+    except ValueError as error:
+        raise ConfigError(
+            f"harness {spec!r}: the command cannot be split into words ({str(error).lower()}); quote it as in a shell"
+        ) from error
+    if not words or not words[0]:
+        raise ConfigError(f'harness {spec!r} has no command: give one, as in --harness "cmd:python my_agent.py"')
+    if _is_ours(words[0]):
+        raise ConfigError(f'harness {spec!r}: name the interpreter of {words[0]} too, as in "cmd:sh {words[0]}"')
+    ours = {word: f"agent/{Path(word).name}" for word in words[1:] if _is_ours(word)}
+    if len(set(ours.values())) < len(ours):
+        raise ConfigError(f"harness {spec!r}: two of its files have the same name; rename one")
+    return Harness.model_validate(
+        {
+            "name": f"cmd:{Path(words[0]).name}",
+            "dialect": "openai_chat",  # what to expect; the gateway takes them all
+            "argv": [f"${{home}}/{ours[word]}" if word in ours else literal(word) for word in words],
+            "stdin": "${instruction}",
+            "env": ENV,
+            "files": {f"/home/{inside}": literal(_text(spec, word)) for word, inside in ours.items()},
+            "output": {"type": "text"},
+            "notes": "a command of the user's: nothing was told to leave anything alone",
+        }
+    )
+
+
+def _is_ours(word: str) -> bool:
+    return not Path(word).is_absolute() and Path(word).is_file()
+
+
+def _text(spec: str, word: str) -> str:
+    try:
+        return Path(word).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"harness {spec!r}: {word} cannot be taken along, it must be readable UTF-8 text") from error

@@ -1,0 +1,147 @@
+"""The learner as a process: `python -m harness_trainer.learner --spec FILE`, started by the supervisor.
+
+Owns its life cycle: it loads its libraries while the engine is still loading, waits for the engine's address, picks the
+checkpoint to continue from, and writes one line of `metrics.jsonl` per step. It trains nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from harness_trainer.errors import HarnessTrainerError, TrainingFailed
+from harness_trainer.learner.config import LearnerConfig
+from harness_trainer.learner.store_source import StoreGroupSource
+from harness_trainer.rollouts.__main__ import RUNNER_ERROR
+from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.rollouts.types import Outcome
+from harness_trainer.rundir import filesystem_errors, write_atomically
+
+if TYPE_CHECKING:
+    from harness_trainer.learner.train import StepReport
+
+LEARNER_ERROR = "learner_error"  # run-state key that holds the one line a person should read
+
+
+class LearnerSpec(BaseModel):
+    """What the supervisor hands to the learner process, as one JSON file in the run folder. Holds no secret."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: LearnerConfig
+    model_path: Path
+    store: Path
+    checkpoints: Path
+    metrics: Path
+    engine_url_file: Path  # appears when the engine serves; holds its address
+    transfer_dir: Path  # memory-backed folder for weights on their way to the engine
+    keep_weights: Path | None  # folder that keeps the weights of every published policy; None = not kept
+    temperature: float  # of sampling, and so of the recomputed log-probabilities
+    starved_after_s: float
+
+
+def _wait_for_engine(path: Path) -> str:
+    while not path.exists():
+        if os.getppid() == 1:
+            raise TrainingFailed("the supervisor died before the engine was ready")
+        time.sleep(0.1)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _run(spec: LearnerSpec, store: RolloutStore) -> None:
+    # Ten seconds of imports that overlap with the engine's own start.
+    from harness_trainer.learner.checkpoints import last_checkpoint
+    from harness_trainer.learner.train import run_learner
+    from harness_trainer.learner.weight_transfer import ShmWeightTransfer
+
+    resume_from = last_checkpoint(spec.checkpoints)
+    done_steps = 0 if resume_from is None else int(resume_from.name.rsplit("-", 1)[1])
+    _forget_steps_after(spec.metrics, done_steps)
+    store.rewind(done_steps)
+    engine_url = _wait_for_engine(spec.engine_url_file)
+
+    def alive() -> str | None:
+        return store.state(RUNNER_ERROR) or None
+
+    def on_step(report: StepReport) -> None:
+        line = json.dumps({**asdict(report), **_rollout_facts(store, report)})
+        with filesystem_errors(spec.metrics.parent), spec.metrics.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    run_learner(
+        spec.config,
+        model_path=spec.model_path,
+        output_dir=spec.checkpoints,
+        group_source=StoreGroupSource(spec.store, alive=alive, starved_after_s=spec.starved_after_s),
+        weight_transfer=ShmWeightTransfer(engine_url, directory=spec.transfer_dir, keep_dir=spec.keep_weights),
+        on_step=on_step,
+        resume_from=resume_from,
+        base_version=store.policy_version(),
+        temperature=spec.temperature,
+    )
+
+
+def _rollout_facts(store: RolloutStore, report: StepReport) -> dict[str, Any]:
+    """What the step's rollouts came to, beside what the learner measured."""
+    results = store.trained_results(report.step)
+    counts = store.outcome_counts(report.step)
+    num_rows, num_rollouts = report.num_rows, report.num_rollouts
+    stages = dict.fromkeys(stage for result in results for stage in result.stages_s)
+    return {
+        "outcomes": {outcome.value: counts[outcome] for outcome in Outcome if counts.get(outcome)},
+        "num_turns": sum(result.num_turns for result in results),
+        "num_side_turns": sum(result.num_side_turns for result in results),
+        "rows_per_rollout": num_rows / num_rollouts if num_rollouts else None,
+        # Medians over the rollouts that reached the stage, in seconds; `warm` = the share that found a sandbox ready.
+        "stages_s": {
+            stage: round(statistics.median(r.stages_s[stage] for r in results if stage in r.stages_s), 3)
+            for stage in stages
+        },
+        "warm": statistics.fmean(bool(r.warm) for r in results) if results else None,
+    }
+
+
+def _forget_steps_after(metrics: Path, step: int) -> None:
+    """A continued run takes the steps after its checkpoint again; their lines must not stand twice."""
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        write_atomically(metrics, "".join(line + "\n" for line in kept))
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="harness_trainer.learner", description=__doc__)
+    parser.add_argument("--spec", type=Path, required=True)
+    spec = LearnerSpec.model_validate_json(parser.parse_args().spec.read_text(encoding="utf-8"))
+    signal.signal(signal.SIGTERM, _interrupt)
+    store = RolloutStore(spec.store)
+    store.set_state(LEARNER_ERROR, "")
+    try:
+        _run(spec, store)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        known = isinstance(error, HarnessTrainerError)
+        store.set_state(LEARNER_ERROR, str(error) if known else f"{type(error).__name__}: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

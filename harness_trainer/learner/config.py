@@ -1,0 +1,47 @@
+"""What a person may decide about learning. Owns the configuration only; `train` obeys it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LearnerConfig(BaseModel):
+    """Everything about optimisation. The sampling temperature is the rollouts' and is handed over beside it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_steps: int = Field(100, ge=1, description="optimizer steps of the run")
+    groups_per_step: int = Field(2, ge=1, description="whole groups that one optimizer step trains on")
+    token_budget: int = Field(
+        16384, ge=2, description="distinct tokens of one forward pass; must hold the longest row (bounds memory)"
+    )
+    max_staleness: int = Field(
+        2, ge=0, description="policy versions a group's oldest trained token may lag behind before it is dropped"
+    )
+    max_dropped_in_a_row: int = Field(
+        256, ge=1, description="the run stops when so many groups in a row could not be trained"
+    )
+    learning_rate: float = Field(1e-5, ge=0, description="peak learning rate")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up; constant afterwards")
+    optimizer: Literal["adamw_torch", "adafactor", "sgd"] = Field("adamw_torch", description="optimizer")
+    adam_beta2: float = Field(0.999, gt=0, lt=1, description="AdamW's second-moment decay")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    max_grad_norm: float = Field(1.0, ge=0, description="gradient clipping; 0 is off")
+    advantage_scale: Literal["std", "none"] = Field(
+        "std", description="divide a group's advantages by their spread (GRPO) or not (Dr. GRPO)"
+    )
+    epsilon: float = Field(0.2, gt=0, lt=1, description="lower clip of the probability ratio")
+    epsilon_high: float | None = Field(None, gt=0, description="upper clip of the probability ratio; None = epsilon")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the trained weights; float32 keeps the ratio exact"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if there is one")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    save_steps: int = Field(10, ge=1, description="steps between checkpoints; the last step is always kept")
+    save_total_limit: int | None = Field(2, ge=1, description="checkpoints kept; None keeps all")
+    seed: int = Field(0, ge=0, description="seed of the learner")
+    report_to: list[str] = Field(
+        default_factory=list, description="experiment trackers that Transformers knows, e.g. tensorboard"
+    )

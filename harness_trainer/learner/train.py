@@ -1,0 +1,212 @@
+"""Runs the learner: builds TRL's trainer from our configuration, reports every step, saves and continues.
+
+Owns the settings of the trainer, the report of a step and what a checkpoint remembers of ours. Groups come from a
+`GroupSource`, weights leave through a weight transfer; neither is built here. The learner process calls `run_learner`.
+Importing this module imports TRL (10 s).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from harness_trainer.learner.checkpoints import HarnessState, last_checkpoint, read_state
+from harness_trainer.learner.config import LearnerConfig
+from harness_trainer.learner.feeder import FeederOptions, GroupFeeder, StepBatch
+from harness_trainer.learner.group_source import GroupSource
+from harness_trainer.learner.trl_compat import AsyncGRPOConfig, HarnessGRPOTrainer, build_trainer
+
+__all__ = ["StepReport", "WeightTransfer", "last_checkpoint", "run_learner"]
+
+
+class WeightTransfer(Protocol):
+    """TRL's `WeightTransferProtocol` plus the number of the policy that the next sync publishes."""
+
+    def next_version(self, version: int) -> None: ...
+
+    def init_weight_transfer(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step. Times are wall seconds; None = not known, never 0."""
+
+    step: int  # from 1
+    policy_version: int  # the version published after this step
+    reward_mean: float | None  # over the scored rollouts of the step's groups, one reward each
+    reward_std: float | None  # population standard deviation over the same
+    named_rewards: dict[str, float]  # mean by name, over those of the same rollouts whose tests gave the name
+    harnesses: dict[str, dict[str, float | int | None]]  # by agent: groups, scored rollouts, turns, reward mean and sd
+    num_groups: int
+    num_rollouts: int  # scored rollouts in the groups, with or without rows
+    num_rows: int
+    trained_tokens: int
+    forwarded_tokens: int | None  # distinct tokens that went through the model, trained or context
+    num_micro_batches: int | None
+    loss: float | None
+    grad_norm: float | None  # before clipping
+    learning_rate: float | None
+    ratio_mean: float | None  # of new to old probability, over trained tokens; 1 when nothing is off-policy
+    kl: float | None  # approximate KL(old, new) in nats, over trained tokens
+    entropy: float | None  # nats, over trained tokens
+    clip_fraction: float | None  # of trained tokens
+    staleness_mean: float | None  # versions, over rows
+    staleness_max: int | None
+    dropped: dict[str, int]  # groups dropped since the step before, by reason
+    sync_s: float | None  # the weight update after this step
+    wait_s: float | None  # waiting for groups
+    fwd_bwd_s: float | None
+    optimizer_s: float | None
+    step_s: float | None  # from the start of the wait to the end of the weight update
+
+
+def run_learner(
+    config: LearnerConfig,
+    *,
+    model_path: Path,
+    output_dir: Path,
+    group_source: GroupSource,
+    weight_transfer: WeightTransfer,
+    on_step: Callable[[StepReport], None],
+    resume_from: Path | None,
+    base_version: int,
+    temperature: float = 1.0,
+) -> None:
+    """Train until `config.max_steps` steps are taken, counted from the first start of the run.
+
+    The weights are published once before the first step and after each step, as versions v + 1, v + 2, ... with v the
+    higher of `base_version` (the highest version that any engine of this run may have reported; 0 in a new run) and
+    the version in the checkpoint. `temperature` is that of the sampling; the old log-probabilities must be of it.
+
+    Raises TrainingFailed (source dead, weight update failed, loss not finite, checkpoint not written), SetupError, and
+    whatever the source or the transfer raises. Ctrl-C goes through; source and transfer are closed on every path.
+    """
+    state = HarnessState(0, base_version) if resume_from is None else read_state(resume_from)
+    state.policy_version = max(state.policy_version, base_version)
+    if state.step >= config.max_steps:
+        return
+    options = FeederOptions(
+        groups_per_step=config.groups_per_step,
+        token_budget=config.token_budget,
+        max_staleness=config.max_staleness,
+        advantage_scale=config.advantage_scale,
+        max_dropped_in_a_row=config.max_dropped_in_a_row,
+    )
+    feeder = GroupFeeder(group_source, options)
+    trainer = build_trainer(
+        feeder=feeder,
+        harness_state=state,
+        model=str(model_path),
+        args=trainer_arguments(config, output_dir, temperature),
+        # TRL insists on a dataset of prompts; prompts are the rollout side's business.
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        weight_transfer=weight_transfer,
+    )
+    trainer.add_callback(_Reporter(trainer, on_step))
+    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+
+
+def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: float) -> Any:
+    """TRL's configuration for ours. One optimizer step is one item of the dataloader, hence the two ones."""
+    args = AsyncGRPOConfig(
+        output_dir=str(output_dir),
+        max_steps=config.max_steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        token_budget=config.token_budget,
+        max_staleness=config.max_staleness,
+        temperature=temperature,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="constant_with_warmup" if config.warmup_steps else "constant",
+        warmup_steps=config.warmup_steps,
+        optim=config.optimizer,
+        adam_beta2=config.adam_beta2,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        dtype=config.dtype,
+        # Mixed precision would recompute log-probabilities in another precision than the engine's.
+        bf16=False,
+        use_cpu=config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()),
+        activation_checkpointing=config.gradient_checkpointing,
+        save_strategy="steps",
+        save_steps=config.save_steps,
+        save_total_limit=config.save_total_limit,
+        seed=config.seed,
+        report_to=config.report_to or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+    )
+    # Several visible GPUs in one process would make Transformers wrap the model in DataParallel.
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
+
+
+class _Reporter(TrainerCallback):  # type: ignore[misc]
+    """Turns the trainer's log of a step into a `StepReport`, after the weight update."""
+
+    def __init__(self, trainer: HarnessGRPOTrainer, on_step: Callable[[StepReport], None]) -> None:
+        self._trainer = trainer
+        self._on_step = on_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        # The summary at the end of training is a log too, but of no step.
+        if "loss" in logs and self._trainer.last_step is not None:
+            self._on_step(self._report(state.global_step, self._trainer.last_step, logs))
+
+    def _report(self, step: int, batch: StepBatch, logs: dict[str, Any]) -> StepReport:
+        def known(name: str) -> float | None:
+            value = logs.get(name)
+            return None if value is None else float(value)
+
+        def count(name: str) -> int | None:
+            value = known(name)
+            return None if value is None else round(value)
+
+        return StepReport(
+            step=step,
+            policy_version=self._trainer.model_version,
+            reward_mean=batch.reward_mean,
+            reward_std=batch.reward_std,
+            named_rewards={name: statistics.fmean(values) for name, values in batch.named_rewards.items()},
+            harnesses=batch.by_harness(),
+            num_groups=len(batch.groups),
+            num_rollouts=len(batch.rewards),
+            num_rows=len(batch.samples),
+            trained_tokens=batch.num_trained_tokens,
+            forwarded_tokens=count("batch/forwarded_tokens_per_step"),
+            num_micro_batches=count("batch/microbatches_per_step"),
+            loss=known("loss"),
+            grad_norm=known("grad_norm"),
+            learning_rate=known("learning_rate"),
+            ratio_mean=known("ratio"),
+            kl=known("kl"),
+            entropy=known("entropy"),
+            clip_fraction=known("clip_ratio/region_mean"),
+            staleness_mean=statistics.fmean(batch.staleness) if batch.staleness else None,
+            staleness_max=max(batch.staleness, default=None),
+            dropped={str(reason): number for reason, number in batch.dropped.items()},
+            sync_s=self._trainer.sync_s,
+            wait_s=batch.wait_s,
+            fwd_bwd_s=known("perf/fwd_bwd_s"),
+            optimizer_s=known("perf/optimizer_s"),
+            step_s=time.monotonic() - batch.started_at,
+        )

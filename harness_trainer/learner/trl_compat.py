@@ -1,0 +1,259 @@
+"""TRL's experimental names, met in one place: `AsyncGRPOTrainer` with whole-group steps and without CUDA's needs.
+
+Owns everything that would break when TRL changes (1.16.0 is pinned): the trainer subclass, how a step's rows become
+micro-batches, the choice of attention kernel, the two functions of TRL that assume a GPU. `train` builds the trainer;
+`weight_transfer` is the only other module that speaks TRL's protocols. Importing this module imports TRL (10 s).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from harness_trainer.errors import HarnessTrainerError, SetupError, TrainingFailed
+from harness_trainer.learner.checkpoints import HarnessState, write_state
+from harness_trainer.learner.feeder import GroupFeeder, StepBatch
+from harness_trainer.learner.tree_attention import flash_attention_3_available, sdpa_tree_attention
+
+with warnings.catch_warnings():
+    # Two notices that are settled by the pin: "experimental", and a vLLM in another environment.
+    warnings.simplefilter("ignore")
+    import trl.trainer.utils as trl_utils
+    from transformers import AttentionInterface, PrinterCallback
+    from transformers.utils import logging as transformers_logging
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+    from trl.experimental.async_grpo import async_grpo_trainer as trl_module
+    from trl.experimental.async_grpo import async_rollout_worker as trl_workers
+    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+    from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, _flash_attn
+
+__all__ = [
+    "AsyncGRPOConfig",
+    "HarnessGRPOTrainer",
+    "build_trainer",
+    "fit_trl_to_this_machine",
+    "pack_micro_batches",
+    "use_attention_that_runs_here",
+]
+
+# TRL logs these as one mean per micro-batch; a step's mean must weigh them by tokens.
+_PER_TOKEN_METRICS = (
+    "ratio",
+    "kl",
+    "entropy",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+)
+
+
+def pack_micro_batches(samples: list[dict[str, Any]], token_budget: int) -> list[TreeRow]:
+    """Fold the samples into as few prefix trees as first-fit gives, each of at most `token_budget` distinct tokens.
+
+    A tree that already holds rows of the same group is tried first: that is where the sample's prefix is.
+    """
+    trees: list[TreeRow] = []
+    for sample in samples:
+        home_first = sorted(trees, key=lambda tree: sample["group_id"] not in tree.groups)
+        tree = next((tree for tree in home_first if tree.fits(sample, token_budget)), None)
+        if tree is None:
+            tree = TreeRow()
+            trees.append(tree)
+        tree.add(sample)
+    return trees
+
+
+class _Steps(IterableDataset[StepBatch]):
+    """One item per optimizer step, made when the trainer asks for it (nothing is fetched ahead)."""
+
+    def __init__(self, feeder: GroupFeeder) -> None:
+        self._feeder = feeder
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        while True:
+            yield self._feeder.next_step()
+
+
+class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
+    """TRL's trainer, with one optimizer step = the whole groups of one `StepBatch`.
+
+    TRL fills micro-batches from a queue of single samples and averages their means. Here a step's rows are split into
+    micro-batches that all normalise by the trained tokens of the *step*, so that the gradient does not depend on the
+    split, and no group straddles two policies. `harness_state` counts on from what it is given and goes into every
+    checkpoint; `last_step` is the batch of the step that was taken last, `sync_s` the seconds of the last weight
+    update.
+    """
+
+    def __init__(self, *, feeder: GroupFeeder, harness_state: HarnessState, **kwargs: Any) -> None:
+        _without_cuda()
+        self.feeder = feeder
+        self.harness_state = harness_state
+        self.last_step: StepBatch | None = None
+        self.sync_s: float | None = None
+        super().__init__(rollout_worker=feeder, **kwargs)
+        self.model_version = harness_state.policy_version
+        use_attention_that_runs_here()
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        if self.accelerator.num_processes > 1:
+            raise SetupError("the learner runs in one process: start it without torchrun or accelerate launch")
+        # TRL flushes `wait_s` of this object once per step.
+        self._rollout_dataset = self.feeder
+        return DataLoader(_Steps(self.feeder), batch_size=None, collate_fn=self._collate, num_workers=0)
+
+    def _collate(self, step: Any) -> dict[str, Any]:
+        """Tensors of every micro-batch, each told the trained tokens of the whole step."""
+        collate = DataCollatorForRollout(
+            self.processing_class.pad_token_id,
+            num_processes=1,
+            groups_trained=self._trained_groups,
+            metrics=self._metrics["train"],
+            token_budget=self.args.token_budget,
+        )
+        trees = pack_micro_batches(step.samples, self.args.token_budget)
+        micro_batches = [collate.torch_call([[tree]]) for tree in trees]
+        num_trained = sum(float(batch["global_n_tokens"][0]) for batch in micro_batches)
+        for batch in micro_batches:
+            batch["own_n_tokens"] = float(batch["global_n_tokens"][0])
+            batch["global_n_tokens"] = torch.full_like(batch["global_n_tokens"], num_trained)
+        return {"step": step, "micro_batches": micro_batches, "num_trained_tokens": num_trained}
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        losses = []
+        for batch in inputs["micro_batches"]:
+            num_tokens = batch.pop("own_n_tokens")
+            losses.append(super().training_step(model, batch, num_items_in_batch))
+            self._weigh_by_tokens(num_tokens)
+        # TRL added the step's total once per micro-batch.
+        self._step_trained_tokens = inputs["num_trained_tokens"]
+        self.last_step = inputs["step"]
+        loss = torch.stack(losses).sum()
+        if not torch.isfinite(loss):
+            raise TrainingFailed(
+                f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower the learning rate,"
+                " or continue from the last checkpoint"
+            )
+        return loss
+
+    def _weigh_by_tokens(self, num_tokens: float) -> None:
+        metrics = self._metrics["train"]
+        for name in _PER_TOKEN_METRICS:
+            metrics[name].append((metrics[name].pop() * num_tokens, num_tokens))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # The last moment before the optimizer writes it into every weight.
+        if not math.isfinite(float(norm)):
+            raise TrainingFailed(
+                f"the gradient of step {self.state.global_step + 1} is not finite: lower the learning rate,"
+                " or continue from the last checkpoint"
+            )
+        return norm
+
+    def _sync_weight(self) -> None:
+        """Publish the weights as policy `model_version + 1`. The transfer frees the engine when that fails."""
+        started = time.monotonic()
+        self._record_step()
+        self.weight_transfer.next_version(self.model_version + 1)
+        try:
+            super()._sync_weight()
+        except HarnessTrainerError:
+            raise
+        except Exception as error:
+            raise TrainingFailed(f"the weight update to policy v{self.model_version + 1} failed: {error}") from error
+        self.sync_s = time.monotonic() - started
+
+    def _record_step(self) -> None:
+        """The step just taken is final from here on: its groups count as trained even if publishing it fails."""
+        step = self.state.global_step
+        if self.last_step is not None and self.harness_state.step < step:
+            self.harness_state.step = step
+            self.harness_state.trained_groups[step] = self.last_step.group_ids
+            self.feeder.source.on_trained(self.last_step.group_ids, step)
+
+    def _streaming_iter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter, and a tied output head by its own name too: an engine may keep a packed copy of it."""
+        names = set()
+        for name, tensor in super()._streaming_iter():
+            names.add(name)
+            yield name, tensor
+        model = self.accelerator.unwrap_model(self.model)
+        head = model.get_output_embeddings()
+        if head is None or not model.config.get_text_config().tie_word_embeddings:
+            return
+        name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+        if name not in names:
+            yield name, head.weight.detach().to(self.accelerator.device)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.harness_state.policy_version = self.model_version
+        try:
+            # Before Transformers' part, which ends with the file that marks a complete checkpoint.
+            write_state(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.harness_state)
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # OSError, safetensors' and torch's own errors: all mean it is not on the disk
+            raise TrainingFailed(
+                f"checkpoint-{self.state.global_step} could not be written to {Path(self.args.output_dir)}"
+                f" ({str(error).splitlines()[0] if str(error) else type(error).__name__}): free disk space and"
+                " run the same command again"
+            ) from error
+
+    def _send_telemetry(self) -> None:
+        """TRL reports each trainer to the Hub; we do not."""
+
+
+def build_trainer(**kwargs: Any) -> HarnessGRPOTrainer:
+    """The trainer, without its noise: a warning about TRL's own two callbacks, and a printer of logs to stdout."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        trainer = HarnessGRPOTrainer(**kwargs)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def use_attention_that_runs_here() -> None:
+    """After a trainer was made: TRL's constructor registers FlashAttention 3 whatever the machine is."""
+    if not flash_attention_3_available(_flash_attn):
+        AttentionInterface.register(TREE_ATTENTION, sdpa_tree_attention)
+
+
+def fit_trl_to_this_machine() -> None:
+    """Before TRL's own trainer and rollout workers are made here: what they lack off CUDA, and without a local vLLM.
+
+    TRL's workers speak to vLLM over HTTP only, yet refuse to be made where the package is not installed; ours lives in
+    an environment of its own. Idempotent. `use_attention_that_runs_here` is to follow.
+    """
+    _without_cuda()
+    trl_workers.is_vllm_available = lambda *_: True
+
+
+def _without_cuda() -> None:
+    """Replace the two functions of TRL that are wrong off CUDA. Idempotent; on CUDA they do what they did."""
+    if getattr(trl_module.get_peak_flops_per_device, "__module__", "") != __name__:
+        original_peak_flops = trl_module.get_peak_flops_per_device
+
+        def get_peak_flops_per_device(accelerator: Any, dtype: str) -> float | None:
+            """None, which turns MFU off, where there is no GPU to ask."""
+            if accelerator.device.type != "cuda":
+                return None
+            peak: float | None = original_peak_flops(accelerator, dtype)
+            return peak
+
+        trl_module.get_peak_flops_per_device = get_peak_flops_per_device
+    # Off Triton TRL projects every position through the output head, trained or not, to keep shapes static for
+    # compilers. Eager mode has no such need, and in agents' rows most positions are not trained.
+    trl_utils._use_triton = _always
+
+
+def _always(device: torch.device) -> bool:
+    return True

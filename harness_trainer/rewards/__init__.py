@@ -1,0 +1,1 @@
+"""Turning what an agent left behind into a number."""

@@ -1,0 +1,1 @@
+"""Rollouts: run agents on tasks in groups, score them, and keep what they came to."""

@@ -1,0 +1,117 @@
+"""The rollout runner as a process: `python -m harness_trainer.rollouts --spec FILE`, started by the supervisor.
+
+Owns its life cycle: signals, the store's error entry, the exit code. The admin key comes in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from capture_proxy.admin_client import AdminClient
+from harness_trainer.errors import HarnessTrainerError
+from harness_trainer.rewards.custom import load_reward
+from harness_trainer.rollouts.boxes import Boxes
+from harness_trainer.rollouts.budget import Caps
+from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.mix import load_mix
+from harness_trainer.rollouts.proxies import open_access
+from harness_trainer.rollouts.rollout import Means, run_rollout
+from harness_trainer.rollouts.runner import Runner
+from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.tasks import load_tasks
+from sandboxes import open_backend
+from sandboxes.base import SandboxError
+from sandboxes.pool import Bounds, Pool
+
+log = logging.getLogger("harness_trainer.rollouts")
+
+RUNNER_ERROR = "runner_error"  # run-state key that holds the one line a person should read
+
+
+async def _main(spec: RunnerSpec, store: RolloutStore) -> None:
+    current = asyncio.current_task()
+    assert current is not None
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, current.cancel)
+    tasks = load_tasks(spec.tasks)
+    mix = load_mix(spec.harness, tasks, spec.config)
+    reward = load_reward(spec.config.reward)
+    admin_key = os.environ["CAPTURE_PROXY_ADMIN_KEY"]
+    async with AsyncExitStack() as stack:
+        admin = await stack.enter_async_context(AdminClient(spec.admin_url, admin_key))
+        access = await open_access(stack, spec, tasks, admin_key, *mix.harnesses.values())
+        boxes = {name: Boxes(_spec_for(spec, name), harness, access) for name, harness in mix.harnesses.items()}
+        backend = open_backend(spec.sandbox, run_id=spec.run_id, registry=spec.registry, access=access)
+        await stack.enter_async_context(backend)
+        for task in tasks:
+            for of_agent in boxes.values():
+                of_agent.check(task, backend)
+        pool = await stack.enter_async_context(Pool(backend, _bounds(spec.config)))
+        caps = Caps(spec.config)
+        means = {name: Means(of_agent, backend, pool, caps, admin, reward) for name, of_agent in boxes.items()}
+        runner = Runner(
+            spec.config,
+            tasks,
+            store,
+            lambda job: run_rollout(job, means[job.harness]),
+            harness_of=mix.of_group,
+            max_open_groups=spec.max_open_groups,
+            num_groups=spec.num_groups,
+            plan=lambda needs: pool.plan([(boxes[agent].spec_of(task), count) for task, agent, count in needs]),
+        )
+        try:
+            await runner.run()
+        finally:
+            log.info("sandbox pool: %s", pool.counts)
+
+
+def _spec_for(spec: RunnerSpec, harness: str) -> RunnerSpec:
+    """The run's spec as the rollouts of one of its agents see it."""
+    return spec.model_copy(update={"harness_bin": spec.harness_bins.get(harness, spec.harness_bin)})
+
+
+def _bounds(config: RolloutConfig) -> Bounds:
+    return Bounds(
+        per_spec=config.warm_per_task,
+        total=config.warm_total,
+        starting=config.max_creating or config.max_concurrent,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) if isinstance(error, HarnessTrainerError | SandboxError) else f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="harness_trainer.rollouts", description=__doc__)
+    parser.add_argument("--spec", type=Path, required=True)
+    spec = RunnerSpec.model_validate_json(parser.parse_args().spec.read_text(encoding="utf-8"))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    store = RolloutStore(spec.store)
+    store.set_state(RUNNER_ERROR, "")
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(_main(spec, store))
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        store.set_state(RUNNER_ERROR, _reason(error))
+        return 1
+    finally:
+        store.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

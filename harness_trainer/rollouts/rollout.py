@@ -1,0 +1,275 @@
+"""One rollout, from a fresh session to a scored result.
+
+Owns the order of the stages and the decision what a rollout came to. It runs the agent, the verifier and the capture
+through their rooms and knows none of their insides. Every failure becomes a result; only cancellation leaves early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from capture_proxy.admin_client import AdminClient
+from capture_proxy.errors import CaptureError
+from capture_proxy.trace import rollout_report, to_row_trace
+from capture_proxy.types import Capture, Session, SessionPolicy, Severity, TurnRole, TurnStatus
+from harness_trainer.errors import TaskError
+from harness_trainer.harnesses import base as harness_base
+from harness_trainer.harnesses.base import Harness
+from harness_trainer.harnesses.reading import AgentReport, read_report
+from harness_trainer.rewards.custom import RewardFunction
+from harness_trainer.rewards.outcome import calls_by_name, main_turns
+from harness_trainer.rewards.verifier import VerifierResult, VerifyMode, verify
+from harness_trainer.rollouts import scoring
+from harness_trainer.rollouts.boxes import Boxes
+from harness_trainer.rollouts.budget import GRACE_S, Budget, Caps, Limits, StageTimeout
+from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
+from sandboxes.base import Backend, BoxSpec, Command, RunResult, Sandbox, SandboxError, SetupFailed
+from sandboxes.pool import Pool
+
+log = logging.getLogger("harness_trainer.rollouts")
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+CAPTURE_TIMEOUT_S = 120.0  # to seal the session and read it back
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all rollouts of a runner share."""
+
+    boxes: Boxes
+    backend: Backend
+    pool: Pool
+    caps: Caps
+    admin: AdminClient
+    reward: RewardFunction | None = None  # None = the verifier's reward counts
+
+    @property
+    def config(self) -> RolloutConfig:
+        return self.boxes.spec.config
+
+
+async def run_rollout(job: Job, means: Means) -> RolloutResult:
+    """Run the agent on the task and score it. Raises nothing but cancellation."""
+    result = RolloutResult(
+        rollout_id=job.rollout_id,
+        group_id=job.group_id,
+        task=job.task.name,
+        harness=means.boxes.harness.name,
+        attempt=job.attempt,
+        outcome=Outcome.INFRA_FAILED,
+        reward=None,
+    )
+    budget = Budget(Limits.of(means.config, job.task), result.stages_s)
+    try:
+        await _run(job, means, budget, result)
+    except Exception as error:
+        expected = isinstance(error, CaptureError | SandboxError | TaskError | StageTimeout | OSError)
+        if not expected:  # one rollout's bad luck, or a bug of ours, must not end its siblings
+            log.exception("rollout %s failed in its stage %s", job.rollout_id, budget.stage)
+        result.outcome, result.reward = Outcome.INFRA_FAILED, None
+        result.failed_stage = budget.stage
+        result.setup_failed = isinstance(error, SetupFailed | TaskError)
+        result.detail = str(error) if isinstance(error, StageTimeout) else f"{type(error).__name__}: {error}"
+    return result
+
+
+async def _run(job: Job, means: Means, budget: Budget, result: RolloutResult) -> None:
+    spec = means.boxes.spec_of(job.task)
+    artifacts = means.boxes.spec.artifacts / job.rollout_id
+    async with budget.outside("prepare"):  # an image is built once, for all rollouts of the task
+        await means.pool.prepare(spec)
+    async with AsyncExitStack() as stack:
+        async with budget.turn(means.caps.running):
+            sandbox = await stack.enter_async_context(_box(job, means, spec, budget, result))
+            agent = await _run_agent(job, means, sandbox, budget)
+            result.exit_code, result.timed_out = agent.exit_code, agent.timed_out
+        await asyncio.to_thread(_keep_agent_logs, artifacts, agent)
+        async with budget.outside("capture", CAPTURE_TIMEOUT_S):
+            await means.admin.seal(job.rollout_id)
+            capture = await means.admin.capture(job.rollout_id)
+            await asyncio.to_thread(_describe, result, capture, agent)
+            result.trace = (await asyncio.to_thread(to_row_trace, capture)).model_dump()
+        report = read_report(means.boxes.harness, agent.stdout, agent.exit_code)
+        answer = report.final_message or _last_words(capture)
+        async with budget.turn(means.caps.verifying) as queued:
+            async with budget.timed("verify", budget.left_s):
+                if queued:  # its own deadline went on while it waited
+                    await sandbox.renew()
+                verdict = await verify(
+                    job.task,
+                    sandbox,
+                    backend=means.backend,
+                    final_message=answer,
+                    mode=VerifyMode(means.config.verify),
+                    spec=spec,
+                    timeout_s=budget.tests_s,
+                    keep=artifacts,
+                    registry=means.boxes.spec.registry,
+                )
+        result.stages_s |= {f"verify.{stage}": seconds for stage, seconds in verdict.stages_s.items()}
+        await asyncio.to_thread(_keep_verifier_log, artifacts, verdict)
+        decide(result, capture, agent, verdict, report, means.boxes.harness)
+    if means.reward is not None and result.outcome is not Outcome.INFRA_FAILED:
+        async with budget.outside("reward"):  # the sandbox is gone: a person's function may take its time
+            await scoring.score(result, capture, means.reward)
+
+
+@asynccontextmanager
+async def _box(job: Job, means: Means, spec: BoxSpec, budget: Budget, result: RolloutResult) -> AsyncIterator[Sandbox]:
+    """A sandbox of the pool. However it is left, ending it takes no longer than the pool allows and spoils nothing."""
+    async with budget.timed("create", min(means.config.start_timeout_s, budget.left_s)):
+        lease = await means.pool.take(spec)
+    result.warm = lease.warm
+    job.has_box()
+    try:
+        yield lease.sandbox
+    finally:
+        stage = budget.stage
+        async with budget.timed("stop"):
+            await means.pool.give_up(lease)
+        budget.stage = stage  # the one that failed, if one did
+
+
+def _policy(means: Means, agent_s: float) -> SessionPolicy:
+    config = means.config
+    return SessionPolicy(
+        sampling={"temperature": config.temperature, **config.sampling},
+        max_tokens=config.max_tokens,
+        max_turns=config.max_turns,
+        deadline=time.time() + agent_s,
+        closed_status=means.boxes.harness.closed_status,
+    )
+
+
+def _labels(job: Job, means: Means) -> dict[str, str]:
+    return {"task": job.task.name, "harness": means.boxes.harness.name, "group": str(job.group_id)}
+
+
+async def _run_agent(job: Job, means: Means, sandbox: Sandbox, budget: Budget) -> RunResult:
+    async with budget.timed("setup", max(0.0, means.config.start_timeout_s - budget.spent_s("create"))):
+        session = await means.admin.mint(job.rollout_id, _policy(means, budget.agent_s), _labels(job, means))
+        command = await _put_agent(job, means, sandbox, session)
+    limit_s = budget.agent_s
+    if limit_s <= 0:
+        raise StageTimeout(f"nothing of the rollout's {budget.limits.total_s:.0f} s was left for the agent")
+    async with budget.timed("agent", limit_s + GRACE_S):
+        ran = await sandbox.run(replace(command, timeout_s=limit_s))
+        # A sandbox that broke under the agent (its way to the gateway, say) must not be scored as the agent's failure.
+        await sandbox.renew()
+    return ran
+
+
+async def _put_agent(job: Job, means: Means, sandbox: Sandbox, session: Session) -> Command:
+    """Write the agent's files; the command that starts it."""
+    harness = means.boxes.harness
+    values = means.boxes.values(job.task, session, sandbox)
+    for path, text in harness_base.render_files(harness, values).items():
+        await sandbox.put_text(text, path)
+    return Command(
+        argv=[str(harness_base.render(part, values)) for part in harness.argv],
+        env={
+            "HOME": str(values["home"]),
+            **_search_path(harness, str(values["bin"])),
+            **means.boxes.network_env(job.task, session, sandbox),
+            **harness_base.render_env(harness, values),
+        },
+        stdin=None if harness.stdin is None else str(harness_base.render(harness.stdin, values)),
+    )
+
+
+def _search_path(harness: Harness, programs: str) -> dict[str, str]:
+    if harness.install is None:
+        return {}
+    # A Python environment's `python` and `pip` are the agent's, not those that its commands should find.
+    last = harness.install.type == "pip"
+    return {"PATH": f"{_PATH}:{programs}" if last else f"{programs}:{_PATH}"}
+
+
+def _describe(result: RolloutResult, capture: Capture, agent: RunResult) -> None:
+    agent_turns = [turn for turn in capture.turns if turn.role is TurnRole.AGENT]
+    result.num_turns = len(agent_turns)
+    result.num_side_turns = len(capture.turns) - len(agent_turns)
+    result.num_completion_tokens = sum(len(turn.completion_ids_T) for turn in agent_turns)
+    summed_up = rollout_report(capture)
+    result.num_trainable_turns = summed_up.num_trained_turns
+    result.tool_calls = calls_by_name(main_turns(capture))
+    for turn in capture.turns:
+        result.findings += [f"{turn.turn_id}: {f.severity} {f.code}: {f.detail}" for f in turn.findings]
+    result.findings += [f"rollout: {f.severity} {f.code}: {f.detail}" for f in summed_up.findings]
+    if agent.oom:
+        result.findings.append("agent: warning out_of_memory: the memory limit ended a process while the agent ran")
+
+
+def _last_words(capture: Capture) -> str | None:
+    """What the agent said last by the capture's account, for agents whose own output does not tell."""
+    for turn in reversed(capture.turns):
+        if turn.role is TurnRole.AGENT and turn.status is TurnStatus.OK and turn.message.get("content"):
+            return str(turn.message["content"])
+    return None
+
+
+def _keep_agent_logs(folder: Path, agent: RunResult) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "agent.stdout.log").write_text(agent.stdout, encoding="utf-8")
+    (folder / "agent.stderr.log").write_text(agent.stderr, encoding="utf-8")
+
+
+def _keep_verifier_log(folder: Path, verdict: VerifierResult) -> None:
+    (folder / "verifier.log").write_text(f"{verdict.detail}\n{verdict.output}", encoding="utf-8")
+
+
+def decide(
+    result: RolloutResult,
+    capture: Capture,
+    agent: RunResult,
+    verdict: VerifierResult,
+    report: AgentReport,
+    harness: Harness,
+) -> None:
+    """The table that says what a rollout came to, most decisive fact first.
+
+    A model-side fault that no later call recovered from is infra, whatever the agent's exit code says. A limit that
+    was hit is truncation even if the agent then exits with an error. Only then is a non-zero exit the agent's own, or
+    what it says of itself where its exit code says nothing.
+    """
+    fault = capture.session.last_fault
+    last = next((t for t in reversed(capture.turns) if t.role is TurnRole.AGENT), None)
+    stderr_tail = " ".join(agent.stderr.split())[-200:]
+    result.reward, result.rewards = verdict.reward, dict(verdict.rewards)
+    result.findings += [f"verifier: {finding}" for finding in verdict.findings]
+    if fault is not None:
+        result.outcome, result.failed_stage = Outcome.INFRA_FAILED, "agent"
+        result.detail = f"model side: {fault}"
+    elif last is None:
+        result.outcome, result.failed_stage = Outcome.INFRA_FAILED, "agent"
+        result.detail = f"the agent made no model call (exit code {agent.exit_code}): {stderr_tail or 'no message'}"
+    elif capture.session.limit_hit is not None:
+        result.outcome, result.detail = Outcome.TRUNCATED, f"limit: {capture.session.limit_hit}"
+    elif agent.timed_out:
+        result.outcome, result.detail = Outcome.TRUNCATED, "limit: agent time-out"
+    elif report.limit is not None:
+        result.outcome, result.detail = Outcome.TRUNCATED, f"limit of the agent's own: {report.limit}"
+    elif last.finish_reason == "length":
+        result.outcome, result.detail = Outcome.TRUNCATED, "the last reply reached its output cap"
+    elif agent.exit_code != 0:
+        result.outcome = Outcome.AGENT_FAILED
+        result.detail = f"exit code {agent.exit_code}: {report.failure or stderr_tail}"
+    elif report.failure is not None and not harness.exit_0_is_success:
+        result.outcome, result.detail = Outcome.AGENT_FAILED, f"the agent says: {report.failure[:200]}"
+    else:
+        result.outcome, result.detail = Outcome.OK, ""
+    if result.outcome is not Outcome.INFRA_FAILED and verdict.reward is None:
+        result.outcome, result.detail = Outcome.INFRA_FAILED, f"not scored: {verdict.detail}"
+        result.failed_stage = "verify"
+    if result.outcome is Outcome.INFRA_FAILED:
+        result.reward, result.rewards = None, {}
+    if result.outcome is not Outcome.INFRA_FAILED and not result.num_trainable_turns:
+        fatal = [finding for finding in result.findings if f" {Severity.FATAL} " in finding]
+        result.outcome, result.detail = Outcome.CAPTURE_INVALID, "; ".join(fatal) or "nothing was sampled"

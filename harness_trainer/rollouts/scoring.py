@@ -1,0 +1,57 @@
+"""Gives a finished rollout to a person's reward function, where the run has one.
+
+Owns what the function is shown of a rollout and what its answer changes: the reward, and nothing of the outcome. Called
+by `rollout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from capture_proxy.types import Capture
+from harness_trainer.rewards.custom import RewardFunction
+from harness_trainer.rewards.outcome import (
+    HarnessRolloutOutcome,
+    calls_by_name,
+    completion,
+    main_turns,
+    num_failures,
+    trace_entries,
+)
+from harness_trainer.rollouts.types import RolloutResult
+
+
+async def score(result: RolloutResult, capture: Capture, reward: RewardFunction) -> None:
+    """The person's function has the last word; where it fails the reward is unknown, which is not 0."""
+    try:
+        shown = await asyncio.to_thread(outcome_of, result, capture)
+    except ValueError as error:  # OpenEnv refuses what was captured
+        result.reward = None
+        result.findings.append(f"reward: warning trace_refused: {error}")
+        return
+    scored = await reward.score(shown)
+    result.reward = scored.reward
+    if scored.finding:
+        result.findings.append(f"reward: {scored.finding}")
+
+
+def outcome_of(result: RolloutResult, capture: Capture) -> HarnessRolloutOutcome:
+    """Raises ValueError when the capture is none that OpenEnv lets pass."""
+    turns = main_turns(capture)
+    calls = calls_by_name(turns)
+    return HarnessRolloutOutcome(
+        env_reward=result.reward,
+        completion=completion(turns),
+        trace=trace_entries(capture),
+        tool_call_count=sum(calls.values()),
+        tool_failure_count=num_failures(turns),
+        tool_calls_by_name=calls,
+        timed_out=result.timed_out,
+        harness=result.harness,
+        task=result.task,
+        outcome=result.outcome.value,
+        exit_code=result.exit_code,
+        stages_s=dict(result.stages_s),
+        findings=list(result.findings),
+        rewards=dict(result.rewards),
+    )

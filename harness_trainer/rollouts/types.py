@@ -1,0 +1,66 @@
+"""The nouns of rollouts: what is to be run, and what it came to. Owns data only; the learner makes rows of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness_trainer.tasks import Task
+
+
+class Outcome(enum.StrEnum):
+    """How a rollout ended. Only INFRA_FAILED is retried; a reward of None is never 0."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"  # a limit (turns, context, deadline) cut it; still verified
+    AGENT_FAILED = "agent_failed"  # the agent exited with an error of its own; still verified
+    INFRA_FAILED = "infra_failed"  # sandbox, engine, network or verifier machinery failed; reward None
+    CAPTURE_INVALID = "capture_invalid"  # nothing in the capture may be trained on; reward kept, rows empty
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One attempt of one slot of a group. Example: Job("g00017-2-5f0c12ab", 17, 0, task)."""
+
+    rollout_id: str  # new for every attempt, also after a restart: a session is single-use
+    group_id: int
+    attempt: int  # 0 = first try
+    task: Task
+    has_box: Callable[[], None] = lambda: None  # called once, when the attempt has its sandbox
+    harness: str = ""  # name of the agent to run, where a run has several; "" = the only one
+
+
+@dataclass(slots=True)
+class RolloutResult:
+    """A finished rollout. `reward` None = could not be scored; `num_trainable_turns` 0 = nothing to train on."""
+
+    rollout_id: str
+    group_id: int
+    task: str  # task name
+    harness: str
+    attempt: int  # 0 = first try, counts infra retries
+    outcome: Outcome
+    reward: float | None
+    trace: dict[str, Any] | None = (
+        None  # OpenEnv TrainingTrace as JSON data, a turn per row; None = there was no capture
+    )
+    detail: str = ""  # one line for people: why it is not OK
+    num_turns: int = 0  # agent turns captured, trained or not
+    num_trainable_turns: int = 0
+    num_side_turns: int = 0
+    num_completion_tokens: int = 0
+    # Seconds per stage, in order: queue (for a slot), prepare (image), create, setup, agent, capture, verify, stop;
+    # wait = for the caps on agents and verifiers; verify.copy and the like are parts of verify. A stage that was not
+    # reached is absent.
+    stages_s: dict[str, float] = field(default_factory=dict)
+    failed_stage: str = ""  # of an infra failure: the stage it came from
+    setup_failed: bool = False  # the task's sandbox cannot be had: another try of the same task fails alike
+    warm: bool | None = None  # whether the sandbox had been started ahead of need; None = there was none
+    rewards: dict[str, float] = field(default_factory=dict)  # by name, as the tests gave them
+    findings: list[str] = field(default_factory=list)
+    exit_code: int | None = None  # the agent's, 128 + N = ended by signal N; None = it did not run, or was ended by us
+    timed_out: bool = False  # the agent was still at work at its time limit
+    tool_calls: dict[str, int] | None = None  # what the model asked for, by tool; None = there was no capture

@@ -1,0 +1,121 @@
+"""The run folder: every path below it, the lock that keeps a second run out, and the config it belongs to.
+
+Owns names and checks, not contents: each file is written by the room that owns it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from harness_trainer.errors import RunDirError
+
+MIN_FREE_BYTES = 200_000_000
+
+
+class RunDir:
+    """Paths of one run. Creating the object touches nothing; `opened` does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.config = self.path / "config.yaml"
+        self.store = self.path / "store.sqlite"
+        self.checkpoints = self.path / "checkpoints"
+        self.artifacts = self.path / "artifacts"
+        self.weights = self.path / "weights"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.logs = self.path / "logs"
+        self.internal = self.path / "internal"  # hand-over files between our own processes
+
+    @contextmanager
+    def opened(self, config: dict[str, Any], *, may_change: frozenset[str] = frozenset()) -> Iterator[None]:
+        """Hold the run folder for one live run, creating it or continuing it with the same config.
+
+        `may_change` names dotted fields that a continued run may give another value.
+        Raises RunDirError when the folder cannot be written, is in use, or belongs to another config.
+        """
+        with filesystem_errors(self.path):
+            for folder in (self.path, self.checkpoints, self.artifacts, self.logs, self.internal):
+                folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.internal / "lock").open("w")
+        with lock:
+            self._take_lock(lock)
+            self._check_space()
+            self._check_config(config, may_change)
+            yield
+
+    def _take_lock(self, lock: IO[str]) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunDirError(f"another run is using {self.path}: wait for it, or give another --run-dir") from error
+
+    def _check_space(self) -> None:
+        free = shutil.disk_usage(self.path).free
+        if free < MIN_FREE_BYTES:
+            raise RunDirError(
+                f"only {free / 1e6:.0f} MB are free for {self.path}, a run needs {MIN_FREE_BYTES / 1e6:.0f} MB: "
+                "free some space, or give a --run-dir on another disk"
+            )
+
+    def _check_config(self, config: dict[str, Any], may_change: frozenset[str]) -> None:
+        import yaml
+
+        if self.config.exists():
+            try:
+                old = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            except (OSError, yaml.YAMLError) as error:
+                raise RunDirError(f"{self.config} cannot be read ({error}): give another --run-dir") from error
+            differences = [d for d in _differences(old, config) if d.split(":")[0] not in may_change]
+            if differences:
+                raise RunDirError(
+                    f"{self.path} belongs to a run with another config ({'; '.join(differences[:5])}): "
+                    "use the same settings to continue it, or give another --run-dir"
+                )
+        with filesystem_errors(self.path):
+            write_atomically(self.config, yaml.safe_dump(config, sort_keys=False))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one event for people and programs that watch the run."""
+        with filesystem_errors(self.path), self.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "kind": kind, **fields}) + "\n")
+
+
+@contextmanager
+def filesystem_errors(path: Path) -> Iterator[None]:
+    """Map an OSError of the run folder to one line that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "the disk is full: free some space and run the same command again to continue"
+        elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            advice = "it may not be written: give a --run-dir that you own"
+        else:
+            advice = "check the path and the disk"
+        raise RunDirError(f"run folder {path}: {error.strerror or error}; {advice}") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the whole new one, also after a kill."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _differences(old: Any, new: Any, at: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        found: list[str] = []
+        for key in sorted({*old, *new}):
+            found += _differences(old.get(key), new.get(key), f"{at}.{key}" if at else str(key))
+        return found
+    return [] if old == new else [f"{at}: {old!r} there, {new!r} now"]

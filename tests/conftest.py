@@ -1,0 +1,74 @@
+"""Fixtures that several rooms share: the real Docker engine, an image to make containers from, and real Harbor.
+
+The engine is $DOCKER_HOST, else Docker's own socket; `.ci/docker-engine start` starts one where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+IMAGES = ("python:3.12-slim", "ht-base:bookworm", "python:3.12", "python:3.11-slim", "python:3-slim")
+HINT = 'eval "$(.ci/docker-engine start)" starts one'
+HARBOR_HINT = "make setup-harbor, or set HARNESS_TRAINER_HARBOR_PYTHON to a Python 3.12 that has it"
+
+
+@pytest.fixture(scope="session")
+def docker_engine() -> str:
+    """Address of a real engine that answers, as DOCKER_HOST wants it."""
+    import docker
+
+    host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    try:
+        client = docker.DockerClient(base_url=host, timeout=10, **_tls())
+        client.ping()
+        client.close()
+    except (docker.errors.DockerException, OSError) as e:
+        pytest.skip(f"no Docker engine answers at {host} ({str(e)[:120]}); {HINT}")
+    return host
+
+
+@pytest.fixture(scope="session")
+def docker_base_image(docker_engine: str) -> str:
+    """Name of an image with sh, bash and python3, never pulled: $HARNESS_TRAINER_TEST_IMAGE or one that is there."""
+    import docker
+
+    own = os.environ.get("HARNESS_TRAINER_TEST_IMAGE")
+    client = docker.DockerClient(base_url=docker_engine, timeout=30, **_tls())
+    try:
+        here = {tag for image in client.images.list() for tag in image.tags}
+    finally:
+        client.close()
+    for name in [own] if own else IMAGES:
+        if name in here:
+            return name
+    pytest.skip(f"the engine at {docker_engine} has none of {own or ', '.join(IMAGES)}; {HINT} with a base image")
+
+
+@pytest.fixture(scope="session")
+def harbor_python() -> str:
+    """Harbor's own interpreter."""
+    own = os.environ.get("HARNESS_TRAINER_HARBOR_PYTHON")
+    python = own or str(Path(__file__).parents[1] / ".venv-harbor" / "bin" / "python")
+    if shutil.which(python) is None:
+        pytest.skip(f"Harbor is not installed (no {python}); {HARBOR_HINT}")
+    found = subprocess.run([python, "-c", "import harbor"], capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        pytest.skip(f"{python} cannot import harbor; {HARBOR_HINT}")
+    return python
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "docker_engine" in getattr(item, "fixturenames", ()):
+            item.add_marker("docker")
+
+
+def _tls() -> dict[str, object]:
+    from docker.utils import kwargs_from_env
+
+    return {key: value for key, value in kwargs_from_env().items() if key != "base_url"}

@@ -1,0 +1,145 @@
+"""The store hands every group over once, keeps unknown apart from zero, and survives restarts."""
+
+import dataclasses
+import json
+import sqlite3
+
+import pytest
+
+from harness_trainer.errors import RunDirError
+from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.rollouts.types import Outcome, RolloutResult
+
+
+def result(rollout_id, group_id, reward=0.5, outcome=Outcome.OK):
+    return RolloutResult(rollout_id, group_id, "t", "h", 0, outcome, reward, trace={"schema_version": 1, "turns": []})
+
+
+def fill(store, group_id, rewards):
+    store.open_group(group_id, "t", "h")
+    for slot, reward in enumerate(rewards):
+        store.start_rollout(f"g{group_id}-{slot}", group_id, slot, 0)
+        store.finish_rollout(result(f"g{group_id}-{slot}", group_id, reward), final=True)
+    store.group_ready(group_id)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = RolloutStore(tmp_path / "store.sqlite")
+    yield store
+    store.close()
+
+
+def test_a_missing_reward_comes_back_as_none_and_not_as_zero(store):
+    fill(store, 0, [None, 0.0])
+    assert [r.reward for r in store.take_ready(set()).results] == [None, 0.0]
+
+
+def test_groups_come_oldest_first_and_each_once(store):
+    for group_id in (0, 1, 2):
+        fill(store, group_id, [1.0])
+    taken = set()
+    while (group := store.take_ready(taken)) is not None:
+        taken.add(group.group_id)
+    assert taken == {0, 1, 2}
+    store.mark_trained([0, 1], step=1)
+    store.mark_dropped(2, "no spread")
+    assert store.take_ready(set()) is None
+    assert store.group_counts() == {"trained": 2, "dropped": 1}
+
+
+def test_rewind_gives_back_what_was_trained_after_the_checkpoint_only(store):
+    for group_id in range(3):
+        fill(store, group_id, [1.0])
+        store.mark_trained([group_id], step=group_id + 1)
+    assert store.rewind(1) == 2
+    assert store.take_ready(set()).group_id == 1
+    assert store.take_ready({1}).group_id == 2
+    assert store.take_ready({1, 2}) is None
+
+
+def test_a_restart_knows_which_slots_are_missing(tmp_path):
+    store = RolloutStore(tmp_path / "store.sqlite")
+    store.open_group(7, "haiku", "h")
+    store.start_rollout("a", 7, 0, 0)
+    store.finish_rollout(result("a", 7), final=True)
+    store.start_rollout("b", 7, 1, 0)
+    store.finish_rollout(result("b", 7, None, Outcome.INFRA_FAILED), final=False)
+    store.start_rollout("c", 7, 2, 0)  # was running when the runner died
+    store.close()
+    again = RolloutStore(tmp_path / "store.sqlite")
+    assert again.unfinished_groups() == [(7, "haiku", [0])]
+    assert again.next_group_id() == 8
+    again.close()
+
+
+def test_a_retried_attempt_is_kept_but_does_not_stand_for_its_slot(store):
+    store.open_group(0, "t", "h")
+    store.start_rollout("a", 0, 0, 0)
+    store.finish_rollout(result("a", 0, None, Outcome.INFRA_FAILED), final=False)
+    store.start_rollout("b", 0, 0, 1)
+    store.finish_rollout(result("b", 0, 1.0), final=True)
+    store.group_ready(0)
+    assert [r.rollout_id for r in store.take_ready(set()).results] == ["b"]
+    assert store.outcome_counts() == {"infra_failed": 1, "ok": 1}
+
+
+def test_a_store_of_a_newer_version_is_refused(tmp_path):
+    path = tmp_path / "store.sqlite"
+    store = RolloutStore(path)
+    store.set_state("rollout_schema", "99")
+    store.close()
+    with pytest.raises(RunDirError, match="schema 99"):
+        RolloutStore(path)
+
+
+def test_a_file_that_is_no_database_is_one_line(tmp_path):
+    path = tmp_path / "store.sqlite"
+    path.write_bytes(b"not a database, certainly not" * 100)
+    with pytest.raises(RunDirError, match="store.sqlite"):
+        RolloutStore(path)
+
+
+def test_a_failed_write_changes_nothing(store):
+    store.open_group(0, "t", "h")
+    store.start_rollout("a", 0, 0, 0)
+    with pytest.raises(RunDirError):
+        store.start_rollout("a", 0, 1, 0)  # the id is taken
+    assert isinstance(store._read("SELECT COUNT(*) FROM rollouts")[0][0], int)
+    assert store.outcome_counts() == {"running": 1}
+
+
+def test_two_processes_may_use_the_file_at_once(tmp_path, store):
+    other = sqlite3.connect(tmp_path / "store.sqlite")
+    fill(store, 0, [1.0])
+    assert other.execute("SELECT COUNT(*) FROM rollouts").fetchone() == (1,)
+    other.close()
+
+
+def test_traces_come_back_with_their_rollouts_and_stay_out_of_lists(store):
+    trace = {"schema_version": 1, "turns": [{"node_id": "a", "loss_mask": [0] * 50_000}]}
+    store.open_group(0, "t", "h")
+    store.start_rollout("a", 0, 0, 0)
+    store.finish_rollout(RolloutResult("a", 0, "t", "h", 0, Outcome.OK, None, trace=trace, findings=["x"]), final=True)
+    assert store.results(0)[0].trace == store.rollout("a").trace == store.find_rollout("a")[0].trace == trace
+    assert [(r.trace, r.findings, r.reward) for r in store.rollouts()] == [(None, ["x"], None)]
+    assert store._read("SELECT LENGTH(trace) FROM rollout_traces")[0][0] < 1000, "they are compressed"
+    with pytest.raises(KeyError):
+        store.rollout("b")
+
+
+def test_a_store_of_schema_1_is_read_and_goes_on(tmp_path):
+    path = tmp_path / "store.sqlite"
+    store = RolloutStore(path)
+    fill(store, 0, [0.5])
+    store.set_state("rollout_schema", "1")
+    old = {**dataclasses.asdict(store.rollout("g0-0")), "outcome": "ok"}
+    store.close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE rollouts SET result = ?", (json.dumps(old).encode(),))
+        db.execute("DROP TABLE rollout_traces")
+    again = RolloutStore(path)
+    assert again.results(0)[0].trace == {"schema_version": 1, "turns": []}
+    fill(again, 1, [1.0])
+    assert [r.reward for r in again.rollouts()] == [0.5, 1.0]
+    again.close()
