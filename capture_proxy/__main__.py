@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from capture_proxy.admin import admin_app
@@ -31,7 +30,7 @@ from capture_proxy.engines.vllm import VllmEngine
 from capture_proxy.errors import FamilyError, StoreError
 from capture_proxy.families import NAMES as FAMILY_NAMES
 from capture_proxy.gateway import Gateway, agent_app
-from capture_proxy.one_write import OneWriteProtocol
+from capture_proxy.http_server import Server
 from capture_proxy.rendering import Bridging
 from capture_proxy.store import Store
 
@@ -42,24 +41,6 @@ _UNIX = "unix:"
 
 class UsageError(Exception):
     """An argument cannot be used; the message is the one line that the person sees."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, but signals are ours (there are two servers) and start-up can be awaited."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().startup(sockets=sockets)
-        finally:
-            self.ready.set()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,7 +100,7 @@ async def serve(
 ) -> None:
     """Serve the bound sockets until a signal; then end calls in flight (recorded as aborted) and close the store."""
     gateway = Gateway(engine, store, keepalive_s=keepalive_s, hang_up_grace_s=hang_up_grace_s, bridging=bridging)
-    servers = [_Server(_config(agent_app(gateway))), _Server(_config(admin_app(gateway, key)))]
+    servers = [Server(agent_app(gateway)), Server(admin_app(gateway, key))]
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -142,22 +123,6 @@ async def serve(
         finally:
             stop()
             await asyncio.gather(*tasks)
-
-
-def _config(app: object) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        lifespan="off",
-        http=OneWriteProtocol,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        date_header=False,
-        server_header=False,
-        timeout_graceful_shutdown=1,  # calls that still run are aborted and recorded after this many seconds
-        timeout_keep_alive=75,
-        backlog=2048,
-    )
 
 
 def _announce(agent_url: str, admin_url: str, ready_file: Path | None) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -239,10 +240,10 @@ def _publish(ca: Path, certificate: Path, bundle: Path) -> None:
     own = ca.read_text()
     certificate.parent.mkdir(exist_ok=True, mode=0o755)
     for path, text in ((certificate, own), (bundle, f"{public_roots().rstrip()}\n{own}".lstrip())):
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(text)
-        part.chmod(0o644)
-        part.replace(path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
+            part.write(text)
+        os.chmod(part.name, 0o644)
+        os.replace(part.name, path)
 
 
 async def _read_line(fd: int) -> bytes:

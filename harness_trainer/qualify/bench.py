@@ -10,22 +10,19 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from capture_proxy.admin import admin_app
 from capture_proxy.admin_client import AdminClient
 from capture_proxy.engines.base import Engine
 from capture_proxy.engines.scripted import ScriptedEngine
 from capture_proxy.gateway import Gateway, agent_app
-from capture_proxy.one_write import OneWriteProtocol
+from capture_proxy.http_server import Server, listening
 from capture_proxy.store import Store
 from capture_proxy.types import Capture
 from harness_trainer.harnesses.base import Harness
@@ -106,8 +103,8 @@ async def _play(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_quiet())
         await stack.enter_async_context(gateway.running())
-        agent_url = await stack.enter_async_context(_listening(wire))
-        admin_url = await stack.enter_async_context(_listening(admin_app(gateway, key)))
+        agent_url = await stack.enter_async_context(listening(Server(wire)))
+        admin_url = await stack.enter_async_context(listening(Server(admin_app(gateway, key))))
         admin = await stack.enter_async_context(AdminClient(admin_url, key))
         spec = _spec(programs, scenario, setting, store, logs, agent_url, admin_url)
         means = await _means(stack, spec, task, harness, admin, key)
@@ -167,49 +164,6 @@ def _never_ran(task: Task, harness: Harness, job_id: str) -> RolloutResult:
 
 def _hosts(events: list[dict[str, Any]]) -> list[str]:
     return sorted({str(event["detail"]).split(" ")[0] for event in events})
-
-
-# --- the gateway's two ports ---------------------------------------------------------------------------------------
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, but signals are the command line's, and start-up can be awaited."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.ready.set()
-
-
-@contextlib.asynccontextmanager
-async def _listening(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI app on a free port of this machine; gives its address."""
-    config = uvicorn.Config(
-        app,
-        http=OneWriteProtocol,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config)
-    # asyncio turns Nagle's delays off only on sockets that say they are TCP.
-    with socket.socket(proto=socket.IPPROTO_TCP) as sock:
-        sock.bind(("127.0.0.1", 0))
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        try:
-            await server.ready.wait()
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await serving
 
 
 @contextlib.contextmanager

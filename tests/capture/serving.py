@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from openai import AsyncOpenAI
 
+from capture_proxy import http_server
 from capture_proxy.admin import admin_app
 from capture_proxy.admin_client import AdminClient
 from capture_proxy.engines.base import Engine
 from capture_proxy.gateway import Gateway, agent_app
-from capture_proxy.one_write import OneWriteProtocol
 from capture_proxy.store import Store
 from capture_proxy.types import Session, SessionPolicy
 
@@ -64,43 +62,26 @@ async def served(engine: Engine, path: Path, **options: Any) -> AsyncIterator[Se
                 await client.close()
 
 
-class _Server(uvicorn.Server):
-    """Signals belong to pytest; start-up can be awaited."""
+class _Server(http_server.Server):
+    """Stops at once: uvicorn's own loop looks ten times a second."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready, self.stop = asyncio.Event(), asyncio.Event()
+    def __init__(self, app: Any, stop: asyncio.Event) -> None:
+        super().__init__(app)
+        self._stop = stop
 
     async def main_loop(self) -> None:
-        await self.stop.wait()  # uvicorn's own looks ten times a second
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.ready.set()
+        await self._stop.wait()
 
 
 @contextlib.asynccontextmanager
 async def listening(app: Any, stop: asyncio.Event | None = None) -> AsyncIterator[str]:
     """Serve an ASGI app on a free port; gives its URL. `stop` may end it before the context is left."""
-    config = uvicorn.Config(
-        app, http=OneWriteProtocol, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
-    )
-    server = _Server(config)
-    server.stop = stop or server.stop
-    # asyncio turns Nagle's delays off only on sockets that say they are TCP.
-    with socket.socket(proto=socket.IPPROTO_TCP) as sock:
-        sock.bind(("127.0.0.1", 0))
-        task = asyncio.create_task(server.serve(sockets=[sock]))
-        await server.ready.wait()
+    stop = stop or asyncio.Event()
+    async with http_server.listening(_Server(app, stop)) as url:
         try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+            yield url
         finally:
-            server.stop.set()
-            await task
+            stop.set()
 
 
 async def until(condition: Any, timeout_s: float = 3.0) -> None:

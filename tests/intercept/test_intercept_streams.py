@@ -14,6 +14,7 @@ from capture_proxy.intercept.launch import InterceptConfig, Interceptor
 from capture_proxy.types import TurnStatus
 from tests.capture.serving import until
 from tests.intercept.intercepting import MESSAGES, Behind, Intercepted, intercepted, needs_mitmproxy
+from tests.subprocesses import ended
 
 pytestmark = needs_mitmproxy
 URL = "https://api.openai.com/v1/chat/completions"
@@ -69,7 +70,7 @@ async def test_an_agent_that_goes_away_aborts_its_call_within_two_seconds(
             await curl.stdout.readuntil(b"some text")
         await until(lambda: engine.in_flight == 1)
         curl.kill()
-        await curl.wait()
+        await ended(curl)
         await until(lambda: engine.in_flight == 0, 2)
         async with asyncio.timeout(3):
             while not (turns := await behind.turns(session)):

@@ -17,6 +17,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.subprocesses import ended
+
 USERS = {"root": (0, 0, "/root"), "user": (1000, 1000, "/home/user"), "nobody": (65534, 65534, "/")}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHARED = [path for path in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl") if os.path.exists(path)]
@@ -73,6 +75,7 @@ class Box:
         self.root = root
         self._init: asyncio.subprocess.Process | None = None
         self._pid = 0  # of the namespaces' first process, as this machine sees it
+        self._commands: list[asyncio.subprocess.Process] = []
 
     async def start(self) -> None:
         status_r, status_w = os.pipe()
@@ -112,7 +115,7 @@ class Box:
     ) -> asyncio.subprocess.Process:
         uid, gid, home = USERS[user]
         settings = {"PATH": PATH, "HOME": home, "USER": user, "LOGNAME": user, **env}
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *["nsenter", "--no-fork", "-t", str(self._pid), "-m", "-p", "-n", "-i", "-u", "--"],
             *["/bin/sh", "-c", _PARENT, "sh"],
             *["setpriv", "--reuid", str(uid), "--regid", str(gid), "--clear-groups"],
@@ -124,6 +127,8 @@ class Box:
             stderr=subprocess.PIPE,
             limit=1 << 20,
         )
+        self._commands.append(process)
+        return process
 
     def signal(self, pid: int, number: int) -> bool:
         """Signal a command by the pid of its `nsenter`; whether it was there."""
@@ -168,4 +173,5 @@ class Box:
                     os.kill(self._pid, signal.SIGKILL)  # the first process: the kernel takes all others along
             else:
                 self._init.kill()
-        await self._init.wait()
+        for process in (*self._commands, self._init):
+            await ended(process)

@@ -19,6 +19,7 @@ from sandboxes.docker_network import GATEWAY_PORT
 from sandboxes.lifecycle import reap
 from sandboxes.relay import Relay
 from tests.sandboxes.netboxes import METADATA, Box, Engine, baits, gateways, open_engine
+from tests.subprocesses import ended
 
 OWNER = Path(__file__).with_name("network_owner.py")
 ASK = ("bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{GATEWAY_PORT} && cat <&3")
@@ -55,7 +56,7 @@ async def killed_run(engine: Engine, url: str, *modes: NetworkMode, spares: int 
     assert owner.stdout is not None
     ids = json.loads(await asyncio.wait_for(owner.stdout.readline(), 60))
     owner.kill()
-    await owner.wait()
+    await ended(owner)
     folders = await asyncio.to_thread(lambda: list(Path(tempfile.gettempdir()).glob(f"network-{owner.pid}-*")))
     assert len(ids) == len(modes) and len(folders) == 1
     return ids, folders
