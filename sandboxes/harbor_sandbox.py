@@ -40,7 +40,7 @@ class HarborSandbox(RemoteSandbox):
     kind: ClassVar[str] = "harbor"
 
     def __init__(self, backend: HarborBackend, spec: BoxSpec, folder: Path) -> None:
-        super().__init__(spec, log_dir=folder)
+        super().__init__(spec, log_dir=folder.parent)  # outlives the box: a failed start names the log
         self._backend = backend
         self._folder = folder
         self._box = f"{backend.run_id}-{secrets.token_hex(6)}"
