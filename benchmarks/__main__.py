@@ -9,6 +9,7 @@ MODULES = (
     "benchmarks.traces",
     "benchmarks.bridging",
     "benchmarks.sandboxes",
+    "benchmarks.agent_start",
     "benchmarks.learning",
 )
 

@@ -82,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _engine(args: argparse.Namespace, key: str | None) -> Engine:
     try:
-        return VllmEngine(args.engine_url, transport=args.transport, model=args.model, api_key=key)
+        return VllmEngine(
+            args.engine_url, transport=args.transport, model=args.model, api_key=key, adapters=args.adapters
+        )
     except ValueError as error:
         raise UsageError(f"the engine cannot be asked: {error}") from None
 
@@ -257,6 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     families = ", ".join(FAMILY_NAMES)
     add("--renderer", default="auto", metavar="FAMILY", help=f"how the model's prompts are written: {families}, ...")
     add("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer.json; default: the engine's model folder")
+    add("--adapters", action="store_true", help="sample with the newest LoRA adapter v<n> that the engine serves")
     add(
         "--thinking-retention",
         choices=["all", "tool_cycle"],

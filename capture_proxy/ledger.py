@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from capture_proxy.graph import Facts
-from capture_proxy.types import SessionPolicy, Turn, TurnStatus
+from capture_proxy.types import Session, SessionPolicy, Turn, TurnStatus
 
 CRAMPED_TOKENS = 16  # a reply that the window cuts below this length says nothing
 MAX_CRAMPED = 3  # so many in a row (or prompts that do not fit at all), and the session is over
@@ -98,6 +98,8 @@ class Ledger:
     attempts: Attempts = field(default_factory=Attempts)
     spent: Spent = field(default_factory=Spent)
     cramped: int = 0  # replies in a row that the window cut to (almost) nothing
+    # The limit hit while the window's stood. Not stored: after a restart no call is in flight that could overcome it.
+    _next_limit: str | None = None
     _trouble: tuple[int, bool] | None = None  # (turn index, offered tools) of the call behind the standing fault
 
     @classmethod
@@ -127,6 +129,20 @@ class Ledger:
         elif turn.status is TurnStatus.OK:
             tiny = len(turn.completion_ids_T) < CRAMPED_TOKENS
             self.cramped = self.cramped + 1 if tiny and cut_by_window(turn, policy) else 0
+
+    def hit(self, session: Session, limit: str) -> bool:
+        """The session ran into a limit. The first one stays its reason to end; True = this is the first."""
+        if session.limit_hit is None:
+            session.limit_hit = limit
+            return True
+        if session.limit_hit == "context_length" != limit and self._next_limit is None:
+            self._next_limit = limit
+        return False
+
+    def overcome_window(self, session: Session) -> None:
+        """The agent got past the window: no limit stands, or the one that was hit after it."""
+        if session.limit_hit == "context_length":
+            session.limit_hit, self._next_limit = self._next_limit, None
 
     def trouble(self, turn: Turn) -> None:
         """A fault of the model side, or a limit, that stands from this turn on."""

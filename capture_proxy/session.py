@@ -18,7 +18,8 @@ nothing was asked counts as never acknowledged. A joined call spends no budget a
 
 **Limits.** Calls of the agent, tokens sampled, a deadline, and the model's window: `MAX_CRAMPED` replies in a row that
 the window cut to next to nothing, or prompts that do not fit, end the session. What the agent is then told is the
-policy's choice (`at_limit`); `limit_hit` says which it was. A window or a fault that the agent got past is forgotten.
+policy's choice (`at_limit`); `limit_hit` is the one that came first. A window or a fault that the agent got past is
+forgotten.
 """
 
 from __future__ import annotations
@@ -289,8 +290,7 @@ class Sessions:
         return None
 
     async def _limit(self, live: Live, limit: str) -> None:
-        if live.session.limit_hit != limit:
-            live.session.limit_hit = limit
+        if live.ledger.hit(live.session, limit):
             await self._store.put_session(live.session)
 
     async def _load(self, session: Session) -> Live:
@@ -322,17 +322,17 @@ def _judge(session: Session, ledger: Ledger, turn: Turn, error: Exception | None
     too_long, done = isinstance(error, PromptTooLong), turn.status is TurnStatus.OK
     if done and ledger.recovers(turn):
         session.last_fault = None
-        session.limit_hit = None if session.limit_hit == "context_length" else session.limit_hit
+        ledger.overcome_window(session)
     ledger.count_cramped(turn, session.policy, too_long=too_long)
     total = session.policy.max_total_tokens
     if isinstance(error, SessionClosed) and error.limit != "sealed":
-        session.limit_hit = error.limit
+        ledger.hit(session, error.limit)
     elif too_long or (done and cut_by_window(turn, session.policy)):
-        session.limit_hit = "context_length"
+        ledger.hit(session, "context_length")
         ledger.trouble(turn)
     elif total is not None and turn.finish_reason == "length":
         if ledger.spent.tokens + len(turn.completion_ids_T) >= total:
-            session.limit_hit = "max_total_tokens"
+            ledger.hit(session, "max_total_tokens")
     elif turn.status is TurnStatus.FAILED and not isinstance(error, BadRequest):
         session.last_fault = turn.error
         ledger.trouble(turn)

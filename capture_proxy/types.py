@@ -145,7 +145,8 @@ class Session:
     sealed: bool = False
     created_at: float = 0.0  # Unix seconds
     last_fault: str | None = None  # the last model-side failure not yet followed by a good turn; None = healthy
-    # What cut the session short: "max_turns", "max_total_tokens", "deadline" or "context_length"; None = nothing did.
+    # What cut the session short, the first of them: "max_turns", "max_total_tokens", "deadline" or "context_length";
+    # None = nothing did.
     limit_hit: str | None = None
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from harness_trainer.engine.config import EngineConfig
+from harness_trainer.environments import EnvConfig, OwnConfig, as_env
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.rollouts.config import RolloutConfig
 from sandboxes import SandboxConfig
@@ -19,7 +20,8 @@ from sandboxes.local import LocalConfig
 
 # Fields that a continued run may change without becoming another run.
 MAY_CHANGE = frozenset(
-    {"learner.max_steps"}
+    {"learner.max_steps", "env.url", "env.max_sessions", "env.token_env"}
+    | {f"rollouts.{name}" for name in ("forget_quarantine", "infra_window", "infra_share")}
     | {f"rollouts.max_{name}" for name in ("concurrent", "creating", "running", "verifying")}
     | {f"rollouts.warm_{name}" for name in ("per_task", "total")}
 )
@@ -56,11 +58,29 @@ class RunConfig(BaseModel):
         "opencode", description="agent to train in: a shipped name or a YAML file; several with shares: opencode:3,pi:1"
     )
     sandbox: SandboxConfig = Field(default_factory=LocalConfig, description="where agents run")
+    env: EnvConfig = Field(
+        default_factory=OwnConfig,
+        description="who runs tasks, agents and sandboxes: own (the three above), or openenv-harbor:http://HOST:PORT",
+    )
     rollouts: RolloutConfig = Field(default_factory=RolloutConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     keep_weights: bool = Field(False, description="keep the weights of every published policy, for audits")
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_by_name(cls, value: Any) -> Any:
+        return as_env(value)
+
+    @field_validator("env")
+    @classmethod
+    def _one_says_what_runs(cls, value: EnvConfig, info: ValidationInfo) -> EnvConfig:
+        for name in ("tasks", "harness", "sandbox"):
+            usual = cls.model_fields[name].get_default(call_default_factory=True)
+            if value.type != "own" and info.data.get(name, usual) != usual:
+                raise ValueError(f"the server has its own {name}: choose with --env.{name}, and leave --{name} out")
+        return value
 
     @field_validator("sandbox", mode="before")
     @classmethod

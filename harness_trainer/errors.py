@@ -42,6 +42,12 @@ class GatewayFailed(HarnessTrainerError):
     exit_code = 4
 
 
+class DriverFailed(HarnessTrainerError):
+    """What drives an agent from outside its sandbox died, or did not answer."""
+
+    exit_code = 4
+
+
 class RunDirError(HarnessTrainerError):
     """The run folder cannot be used: another config, another live run, or no space."""
 

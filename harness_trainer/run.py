@@ -24,12 +24,16 @@ from typing import Any
 from harness_trainer.cache import cache_dir
 from harness_trainer.config import MAY_CHANGE, RunConfig
 from harness_trainer.display import Display, step_line
-from harness_trainer.engine.config import find_environment
+from harness_trainer.engine.config import EngineConfig, find_environment
 from harness_trainer.engine.launch import Engine
 from harness_trainer.engine.prepare import ModelInfo, prepare_model
-from harness_trainer.errors import EngineFailed, GatewayFailed, HarnessTrainerError, TrainingFailed
+from harness_trainer.environments import OpenEnvHarborConfig
+from harness_trainer.environments.openenv_harbor import inspect_server, require_reachable
+from harness_trainer.errors import ConfigError, EngineFailed, GatewayFailed, HarnessTrainerError, TrainingFailed
 from harness_trainer.harnesses.install import ensure_installed
 from harness_trainer.learner.__main__ import LEARNER_ERROR, LearnerSpec
+from harness_trainer.learner.final_model import write_final_model
+from harness_trainer.learner.sync_config import LoraSync, NcclSync
 from harness_trainer.rewards.custom import load_reward, pin_reward
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.boxes import check_tasks
@@ -45,6 +49,7 @@ from sandboxes.lifecycle import OwnedProcess, claim, default_registry, reap, sta
 READY_TIMEOUT_S = 30.0
 STOP_GRACE_S = 3.0
 POLL_S = 0.25
+NOTES_SHOWN = "notes_shown"  # run-state key: the newest note of the runner's that a person has seen
 
 
 @dataclass(slots=True)
@@ -55,6 +60,17 @@ class Part:
     process: OwnedProcess
     log: Path
     error: type[HarnessTrainerError]
+
+
+@dataclass(frozen=True, slots=True)
+class _What:
+    """What the runner is told of tasks and agents. `bins`: where each agent's programs are, by its name."""
+
+    tasks: str
+    harness: str
+    bins: dict[str, Path]
+    num_tasks: int  # that are trained on
+    evaluation: str | None = None  # tasks that are only evaluated on
 
 
 class Supervisor:
@@ -75,17 +91,14 @@ class Supervisor:
             display.phase(f"cleaned up what a dead run left: {left.kind}, {counts} {left.problem}".rstrip())
         find_environment(config.engine)  # cheap to ask, and nothing below is worth doing without it
         load_reward(config.rollouts.reward)
-        tasks_spec = pin_tasks(config.tasks)  # every part of the run reads the same commit of a dataset
-        tasks = load_tasks(tasks_spec)
-        mix = load_mix(config.harness, tasks, config.rollouts)
-        asyncio.run(check_tasks(tasks, config.sandbox, run_id=run.path.name, registry=self._registry))
-        bins = {name: ensure_installed(agent, cache_dir(), display.phase) for name, agent in mix.harnesses.items()}
+        tasks, what = self._what_runs()
         model = prepare_model(config.model, cache_dir(), progress=display.phase)
         store = RolloutStore(run.store)
         stack.callback(store.close)
+        store.forget_engine()  # before anything starts that could take the old one's word
         engine_url_file = run.internal / "engine_url"
         engine_url_file.unlink(missing_ok=True)
-        engine = Engine(config.engine, model=model, log_path=run.logs / "engine.log", registry=self._registry)
+        engine = Engine(_engine_for(config), model=model, log_path=run.logs / "engine.log", registry=self._registry)
         stack.callback(engine.stop)
         stack.callback(self._stop_parts)  # before the line above: the engine ends at the same time as everything else
         learner = self._start_learner(model, tasks, engine_url_file, self._transfer_dir(stack))
@@ -94,12 +107,18 @@ class Supervisor:
         agents_socket = self._agents_socket(stack)
         gateway = self._start_gateway(engine_url, model, agents_socket)
         spec = RunnerSpec(
-            config=config.rollouts.model_copy(update={"reward": pin_reward(config.rollouts.reward)}),
+            config=config.rollouts.model_copy(
+                update={
+                    "reward": pin_reward(config.rollouts.reward),
+                    "evaluation": config.rollouts.evaluation.model_copy(update={"tasks": what.evaluation}),
+                }
+            ),
             sandbox=config.sandbox,
-            tasks=tasks_spec,
-            harness=pin_harness(config.harness),
-            harness_bin=next(iter(bins.values())),
-            harness_bins=bins,
+            env=config.env,
+            tasks=what.tasks,
+            harness=what.harness,
+            harness_bin=next(iter(what.bins.values())),
+            harness_bins=what.bins,
             store=run.store,
             artifacts=run.artifacts,
             registry=self._registry,
@@ -110,12 +129,39 @@ class Supervisor:
             admin_url=gateway["admin_url"],
             max_open_groups=config.learner.groups_per_step * (config.learner.max_staleness + 1),
             num_groups=config.learner.groups_per_step * config.learner.max_steps,
+            groups_per_step=config.learner.groups_per_step,
+            max_staleness=config.learner.max_staleness,
+            max_dropped_in_a_row=config.learner.max_dropped_in_a_row,
         )
-        display.phase(f"running {' and '.join(bins)} on {len(tasks)} tasks, {config.rollouts.max_concurrent} at a time")
+        display.phase(
+            f"running {' and '.join(what.bins)} on {what.num_tasks} tasks, {config.rollouts.max_concurrent} at a time"
+        )
         self._start_module("runner", "harness_trainer.rollouts", spec, TrainingFailed)
         return self._watch(learner, store)
 
     # -- starting ------------------------------------------------------------------------------------------------
+
+    def _what_runs(self) -> tuple[list[Task], _What]:
+        """All tasks, and agents, checked before anything slow is started: ours, or those of `--env`'s server."""
+        config, display = self._config, self._display
+        if isinstance(config.env, OpenEnvHarborConfig):
+            if config.rollouts.evaluation.tasks is not None:
+                raise ConfigError("rollouts.evaluation.tasks runs in our own sandboxes: leave it out with --env")
+            require_reachable(config.env, config.gateway.public_url)
+            display.phase(f"asking the server at {config.env.url} what it can run")
+            found = asyncio.run(inspect_server(config.env))
+            for note in found.notes:
+                display.phase(note)
+            return found.tasks, _What("", config.env.harness, {config.env.harness: Path()}, len(found.tasks))
+        spec = pin_tasks(config.tasks)  # every part of the run reads the same commit of a dataset
+        tasks = load_tasks(spec)
+        held_out = config.rollouts.evaluation.tasks
+        evaluation = None if held_out is None else pin_tasks(held_out)
+        everything = [*tasks, *(load_tasks(evaluation) if evaluation else [])]
+        mix = load_mix(config.harness, everything, config.rollouts)
+        asyncio.run(check_tasks(everything, config.sandbox, run_id=self._run.path.name, registry=self._registry))
+        bins = {name: ensure_installed(agent, cache_dir(), display.phase) for name, agent in mix.harnesses.items()}
+        return everything, _What(spec, pin_harness(config.harness), bins, len(tasks), evaluation)
 
     def _start_learner(
         self, model: ModelInfo, tasks: Sequence[Task], engine_url_file: Path, transfer_dir: Path
@@ -134,6 +180,7 @@ class Supervisor:
             keep_weights=run.weights if self._config.keep_weights else None,
             temperature=rollouts.temperature,
             starved_after_s=longest_s + 120,  # nothing may be heard of a rollout for as long as it may take
+            evaluate_every=rollouts.evaluation.every if rollouts.evaluation.tasks else None,
         )
         return self._start_module("learner", "harness_trainer.learner", spec, TrainingFailed)
 
@@ -177,6 +224,8 @@ class Supervisor:
         config = self._config.gateway
         argv += ["--bridging", config.bridging, "--renderer", config.renderer, "--tokenizer", str(model.path)]
         argv += ["--thinking-retention", config.thinking_retention, "--agent-bind", f"127.0.0.1:{config.port}"]
+        if isinstance(self._config.learner.weight_sync, LoraSync):
+            argv += ["--adapters"]
         if agents_socket is not None:
             argv += ["--agent-socket", str(agents_socket)]
         part = self._start("gateway", argv, GatewayFailed)
@@ -217,23 +266,38 @@ class Supervisor:
     # -- watching ------------------------------------------------------------------------------------------------
 
     def _watch(self, learner: Part, store: RolloutStore) -> list[dict[str, Any]]:
-        """Until the learner ends: show progress, and stop the run when another part dies."""
+        """Until the learner ends and its last policy is evaluated: show progress, stop when another part dies."""
         reports: list[dict[str, Any]] = []
         while True:
+            has_ended = not learner.process.alive()
+            is_over = has_ended and (learner.process.returncode != 0 or not self._is_evaluating(store))
             reports = self._show_new_steps(reports)
-            if not learner.process.alive():
+            self._show_notes(store)
+            if is_over:
                 break
             reason = store.state(RUNNER_ERROR)
             if reason:
                 raise TrainingFailed(reason)
             for part in self._parts:
-                self._check(part)
+                if part is not learner:
+                    self._check(part)
             self._display.status(_status(store, reports))
             time.sleep(POLL_S)
-        reports = self._show_new_steps(reports)
         if learner.process.returncode != 0:
             raise TrainingFailed(store.state(LEARNER_ERROR) or f"the learner died: {_last_line(learner.log)}")
         return reports
+
+    def _is_evaluating(self, store: RolloutStore) -> bool:
+        """Whether the last policy of the run is still to be evaluated."""
+        evaluation, last_step = self._config.rollouts.evaluation, self._config.learner.max_steps
+        return evaluation.tasks is not None and store.due_evaluation(evaluation.every, last_step) is not None
+
+    def _show_notes(self, store: RolloutStore) -> None:
+        """What the runner has to say, each once, also over restarts."""
+        for note in store.notes(after=int(store.state(NOTES_SHOWN) or 0)):
+            self._display.phase(note.detail["line"])
+            self._run.event(note.kind, **{key: value for key, value in note.detail.items() if key != "line"})
+            store.set_state(NOTES_SHOWN, str(note.seq))
 
     def _show_new_steps(self, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
         reports = read_metrics(self._run.metrics)
@@ -265,7 +329,29 @@ def train(config: RunConfig, run_dir: Path, display: Display) -> list[dict[str, 
         stack.enter_context(run.opened(config.model_dump(mode="json"), may_change=MAY_CHANGE))
         reports = Supervisor(config, run, display).run(stack)
         display.phase("training is done; stopping engine, gateway and agents")
+        # From the last checkpoint, so that the same command does it after a kill between the two.
+        model = prepare_model(config.model, cache_dir(), progress=display.phase)
+        for merge in _final_forms(config):
+            display.phase(f"the trained model is in {write_final_model(run, model.path, merge=merge)}")
     return reports
+
+
+def _final_forms(config: RunConfig) -> list[bool]:
+    """Of an adapter, the adapter alone (False) and, if wanted, the whole model (True)."""
+    lora = config.learner.lora
+    return [True] if lora is None else [False, True] if lora.merge else [False]
+
+
+def _engine_for(config: RunConfig) -> EngineConfig:
+    """The engine's settings, with what the learner's way of sending weights needs of it."""
+    learner = config.learner
+    if isinstance(learner.weight_sync, NcclSync):
+        return config.engine.model_copy(update={"weight_transfer_backend": "nccl"})
+    if isinstance(learner.weight_sync, LoraSync) and learner.lora is not None:
+        # A batch may hold calls of every version that is fresh enough to be trained, and of the one before.
+        needed = {"max_loras": learner.max_staleness + 2, "max_lora_rank": learner.lora.served_rank}
+        return config.engine.model_copy(update=needed)
+    return config.engine
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -30,12 +31,13 @@ from capture_proxy.engines.base import (
 from capture_proxy.engines.splitter import Splitter
 from capture_proxy.engines.vllm_ids import Frames, Reading
 from capture_proxy.errors import CaptureError, EngineError, EngineUnreachable, PromptTooLong
-from capture_proxy.types import Finding, Severity
+from capture_proxy.types import Finding, Severity, VersionSpan
 
 RENDER = "/v1/chat/completions/render"
 DERENDER = "/v1/chat/completions/derender"
 GENERATE = "/inference/v1/generate"
 TOKENIZE = "/tokenize"
+_ADAPTER = re.compile(r"v(\d+)")
 # What of the engine's resolved sampling parameters a turn records.
 _RESOLVED = (
     "temperature",
@@ -56,7 +58,8 @@ class VllmEngine:
     "generate" and "chat" give token ids, "text" asks any OpenAI-compatible server for text (evaluation only). "auto"
     ends there when the server neither has the token routes nor heeds `return_token_ids`, and logs why.
     `model` None = the first model the server lists. `read_timeout_s` bounds the silence between two chunks; it must
-    exceed the longest pause for a weight update. `api_key` is vLLM's `--api-key`.
+    exceed the longest pause for a weight update. `api_key` is vLLM's `--api-key`. With `adapters`, policies are LoRA
+    adapters: each call samples with the newest one that is served as `v<n>`, and that name is its policy version.
     """
 
     def __init__(
@@ -67,10 +70,12 @@ class VllmEngine:
         model: str | None = None,
         api_key: str | None = None,
         read_timeout_s: float = 900.0,
+        adapters: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._transport = transport
         self._model = model
+        self._adapters = adapters
         self._max_model_len: int | None = None
         self._settling = asyncio.Lock()
         self._settled = False
@@ -146,6 +151,8 @@ class VllmEngine:
                 # An empty request is refused either way: as invalid by the route, as unknown without it.
                 status, _ = await self._http.send("POST", RENDER, b"{}")
                 self._transport = "generate" if status in (400, 422) else "chat"
+            if self._adapters and self._transport != "generate":
+                raise EngineError("adapters need the engine's token routes: start vLLM with --enable-scale-out")
             self._settled = True
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
@@ -172,6 +179,11 @@ class VllmEngine:
             raise EngineError("the engine rendered the request without token ids or sampling parameters")
         return rendered
 
+    async def _newest_adapter(self) -> str | None:
+        """The name of the newest policy; None = none was published yet, and the base model is what there is."""
+        names = [str(model.get("id")) for model in await self.models() if model.get("parent")]
+        return max(filter(_ADAPTER.fullmatch, names), key=lambda name: int(name[1:]), default=None)
+
     async def _generate(self, request: ChatRequest) -> AsyncGenerator[SampleEvent, None]:
         await self._reading.settle(self._model or "")
         reader = self._reading.reader
@@ -186,6 +198,9 @@ class VllmEngine:
             "stream": request.stream,
             "output_mode": "text",
         }
+        adapter = await self._newest_adapter() if self._adapters else None
+        if adapter is not None:
+            body["model"] = adapter
         if reader is not None:
             body["sampling_params"]["skip_special_tokens"] = False  # channels and calls are marked by them
         tools, reasoning = bool(request.tools), rendered.get("reasoning_parser_kwargs") is not None
@@ -219,6 +234,11 @@ class VllmEngine:
         if message.get("tool_calls") and reason == "stop":
             reason = "tool_calls"
         spans = wire.version_spans(reply.last.get("weight_versions"))
+        if adapter is not None:
+            # The engine's own versions are of the base weights, which never change.
+            if reply.model not in (None, adapter):
+                raise EngineError(f"the engine answered as {reply.model!r} where adapter {adapter!r} was asked")
+            spans = [VersionSpan(adapter, 0, len(reply.meter.ids))] if reply.meter.ids else []
         stop = reply.last.get("stop_reason")  # of an end token it is the id
         yield FinishEvent(reason, message, spans, reply.meter.findings, stop if isinstance(stop, str) else None)
 
@@ -280,6 +300,7 @@ class _Reply:
         self.text: list[str] = []
         self.last: dict[str, Any] = {}
         self.usage: Any = None
+        self.model: str | None = None  # as the engine names what answered; None = it does not say
         self._splitter = splitter
 
     def take(self, events: list[dict[str, Any]]) -> DeltaEvent | None:
@@ -290,6 +311,7 @@ class _Reply:
         try:
             for event in events:
                 self.usage = event.get("usage") or self.usage
+                self.model = event.get("model") or self.model
                 for choice in event.get("choices") or []:
                     if choice.get("finish_reason"):
                         self.last = choice

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "run one part alone: the capture gateway or the engine",
     "tasks": "list tasks, or check that they can be built, solved and scored",
     "qualify": "run the real agents on scripted tasks and show which can be trained",
+    "model": "write a checkpoint as a model folder in Hugging Face format, with its card",
     "traces": "list, show or export what a run captured",
     "doctor": "check what this machine has and what it lacks",
     "clean": "end and remove what dead runs left behind",

@@ -79,6 +79,9 @@ def _said(model: type[BaseModel], error: Mapping[str, Any]) -> str:
                 said = f"{where}: {location[0]} {kind} has no such setting"
                 return f"{said}; choose --{location[0]} {' or '.join(having)}" if having else said
     where = ".".join(location)
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):
+        # Settings that do not go together: their own words say which to change, and no single flag would.
+        return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
     return f"{where}: {error['msg']}, got {error['input']!r}; set it with {_flag(where)} or in the YAML"
 
 

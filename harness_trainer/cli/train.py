@@ -40,8 +40,23 @@ def run_with_preset(argv: Sequence[str], *, name: str, preset: Mapping[str, Any]
     with Display(plain=True if options.plain else None) as display:
         reports = train(config, options.run_dir, display)
     print_step_table(reports)
+    _print_rollout_summary(options.run_dir)
     _print_where_to_look(options.run_dir)
     return 0
+
+
+def _print_rollout_summary(run_dir: Path) -> None:
+    from harness_trainer.rollouts.store import RolloutStore
+    from harness_trainer.rollouts.summary import summary_lines
+    from harness_trainer.rundir import RunDir
+
+    store = RolloutStore(RunDir(run_dir).store)
+    try:
+        print("\nRollouts")
+        for line in summary_lines(store):
+            print(f"  {line}")
+    finally:
+        store.close()
 
 
 def _print_where_to_look(run_dir: Path) -> None:

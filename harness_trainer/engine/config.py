@@ -58,6 +58,8 @@ class EngineConfig(BaseModel):
     max_num_seqs: int | None = Field(default=None, ge=1, description="requests decoded together; None = vLLM's default")
     cpu_threads: int | None = Field(default=None, ge=1, description="CPU only; None = all cores")
     weight_transfer_backend: str = BACKEND
+    max_loras: int = Field(default=0, ge=0, description="LoRA adapters that share a batch; 0 = none; a run sets it")
+    max_lora_rank: int = Field(default=16, ge=1, description="largest rank of an adapter; a run sets it")
     extra_args: list[str] = Field(default_factory=list, description="passed to vLLM as they are, last")
     python: Path | None = Field(
         default=None, description=f"the engine's python; None = ${PYTHON_VARIABLE}, .venv-engine"
@@ -90,7 +92,7 @@ def find_environment(config: EngineConfig) -> EngineEnvironment:
         raise SetupError(f"the engine's python {python} does not run ({reason}); {_SETUP_HINT}")
     if answer[0] == "none":
         raise SetupError(f"the engine environment of {python} has no vLLM; {_SETUP_HINT}")
-    if answer[1] == "bare" and config.weight_transfer_backend == BACKEND:
+    if answer[1] == "bare":
         raise SetupError(f"the engine environment of {python} lacks harness-trainer's vLLM plug-in; {_SETUP_HINT}")
     return EngineEnvironment(python, "cpu" if answer[0] == "cpu" else "cuda")
 
@@ -107,8 +109,11 @@ def build_argv(config: EngineConfig, model: ModelInfo, environment: EngineEnviro
     argv += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_call_parser]
     argv += ["--logprobs-mode", "processed_logprobs", "--return-tokens-as-token-ids", "--enable-scale-out"]
     argv += ["--weight-transfer-config", json.dumps({"backend": config.weight_transfer_backend})]
+    argv += ["--worker-extension-cls", "harness_trainer.engine.worker_extension.DigestExtension"]
     # A model folder's own sampling defaults (top_p 0.8, ...) would silently change the distribution we train on.
     argv += ["--generation-config", "vllm", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    if config.max_loras:
+        argv += ["--enable-lora", "--max-loras", str(config.max_loras), "--max-lora-rank", str(config.max_lora_rank)]
     if config.reasoning_parser:
         argv += ["--reasoning-parser", config.reasoning_parser]
     if config.enforce_eager if config.enforce_eager is not None else on_cpu:
@@ -138,6 +143,8 @@ def build_env(config: EngineConfig, environment: EngineEnvironment, inherited: M
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",  # the log is how we see it start
     }
+    if config.max_loras:
+        env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # the endpoints that load and unload adapters
     if environment.kind == "cpu":
         threads = config.cpu_threads or len(os.sched_getaffinity(0))
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}

@@ -2,7 +2,8 @@
 
 Owns checking the file, loading it into the live model, and leaving the model whole whatever goes wrong. Does not own
 the file: the trainer's `learner.weight_transfer` writes and removes it. vLLM builds the class when `vllm_plugin` has
-registered it; it runs inside vLLM's workers, where only the standard library, vLLM, torch and safetensors exist.
+registered it; it runs inside vLLM's workers, where only the standard library, vLLM, torch and safetensors exist
+(and `digests`, which needs no more).
 
 An update is `start_weight_update` / `update_weights({"path", "names"})` / `finish_weight_update`. All work is done in
 the middle call, so that an update that a dying trainer left half open holds a whole model and is closed by a bare
@@ -25,6 +26,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+
+from harness_trainer.engine.digests import Sample, sample_names, take_sample
 
 WEIGHTS_UNCHANGED = "the weights are unchanged"
 _HEAD = "lm_head.weight"
@@ -60,6 +63,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.received: dict[
+            str, Sample
+        ] = {}  # of the latest update, as read from the file; `worker_extension` reads it
+
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Nothing to join: the file is the whole channel."""
 
@@ -80,6 +89,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """
         with _open(update_info.path) as file:
             self._check(file, update_info.names)
+            self.received = {name: take_sample(file.get_tensor(name)) for name in sample_names(file.keys())}
             try:
                 self._load(file)
             except Exception as error:

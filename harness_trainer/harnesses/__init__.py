@@ -8,6 +8,8 @@ from typing import Any
 from harness_trainer.errors import ConfigError
 from harness_trainer.harnesses.base import Harness
 from harness_trainer.harnesses.command import PREFIX, command_harness
+from harness_trainer.harnesses.harbor_agent import PREFIX as HARBOR
+from harness_trainer.harnesses.harbor_agent import harbor_harness
 
 _HERE = Path(__file__).parent
 
@@ -26,7 +28,8 @@ def one_per_agent() -> list[str]:
 
 
 def load_harness(spec: str) -> Harness:
-    """The adapter called `spec`, the one in the YAML file `spec`, or any command (`cmd:python my_agent.py`).
+    """The adapter called `spec`, the one in the YAML file `spec`, any command (`cmd:python my_agent.py`), or an agent
+    that Harbor drives (`harbor:terminus-2`).
 
     Raises ConfigError when there is no such adapter or its file is not valid.
     """
@@ -35,11 +38,18 @@ def load_harness(spec: str) -> Harness:
 
     if spec.startswith(PREFIX):
         return command_harness(spec)
+    if spec.startswith(HARBOR):
+        return harbor_harness(spec, like=_shipped_as(spec.removeprefix(HARBOR)))
     try:
         return Harness.model_validate(_read(spec))
     except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"harness {spec} is not valid: {reason[:300]}") from error
+
+
+def _shipped_as(agent: str) -> Harness | None:
+    """Our own adapter of the same agent, which says how it takes the end of its session."""
+    return load_harness(agent) if agent in shipped() else None
 
 
 def _read(spec: str) -> dict[str, Any]:
@@ -51,8 +61,8 @@ def _read(spec: str) -> dict[str, Any]:
     if not path.is_file():
         known = ", ".join(shipped())
         raise ConfigError(
-            f"unknown harness {spec!r}: known are {known}; or give a YAML file (./my_agent.yaml) or "
-            'any command ("cmd:python my_agent.py")'
+            f"unknown harness {spec!r}: known are {known}; or give a YAML file (./my_agent.yaml), "
+            'any command ("cmd:python my_agent.py") or one of Harbor\'s agents ("harbor:terminus-2")'
         )
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict):

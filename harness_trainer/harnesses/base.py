@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness_trainer.errors import ConfigError
 
@@ -108,13 +108,30 @@ class Variant(_Data):
     host: str  # the provider's host that it then calls
 
 
+class HarborAgent(_Data):
+    """An agent that Harbor installs and drives, in our sandbox and at our gateway. See `harbor_agent`.
+
+    Example: HarborAgent(agent="terminus-2", options={"parser_name": "xml"}).
+    """
+
+    agent: str = Field(min_length=1)  # Harbor's name of it, or module:Class found by PYTHONPATH
+    # Harbor's own options of that agent (`--agent-kwarg`), as `harbor agent schema` lists them; may hold placeholders.
+    options: dict[str, Any] = Field(default_factory=dict)
+    provider: str | None = None  # whose model it is told to ask for; None = the agent's own provider, else openai
+    api_format: str | None = None  # Harbor's `--api-format`; None = what the agent speaks to that provider
+    skip_install: bool | None = None  # None = where Harbor finds the agent in the sandbox already
+    # Where model calls come from: the agent's programs, or Harbor on this machine; None = as Harbor's class says.
+    calls_from: Literal["sandbox", "host"] | None = None
+
+
 class Harness(_Data):
     """One agent. Shipped ones are the YAML files beside this module; a user's own file has the same fields."""
 
     name: str
     dialect: Literal["openai_chat", "openai_responses", "anthropic", "gemini"]
     install: NpmInstall | PipInstall | None = Field(None, discriminator="type")  # None = nothing to install
-    argv: list[str] = Field(min_length=1)
+    argv: list[str] = Field(default_factory=list)  # [] = Harbor drives it
+    harbor: HarborAgent | None = None  # None = `argv` is all there is to it
     stdin: str | None = None  # None = /dev/null
     env: dict[str, str] = Field(default_factory=dict)
     # Environment values that are JSON documents, written as YAML here and serialised when rendered.
@@ -135,6 +152,22 @@ class Harness(_Data):
     changing: list[str] = Field(default_factory=list)  # what of its prompt changes per request or per run, for people
     needs: str = ""  # one line for people: what this machine must have
     notes: str = ""  # one line for people: quirks that a reader of its traces should know
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_harbor(cls, data: Any) -> Any:
+        """What Harbor drives has no output of its own to read, and needs no more than its name."""
+        if isinstance(data, dict) and data.get("harbor") is not None:
+            return {"dialect": "openai_chat", "output": {"type": "text"}, **data}
+        return data
+
+    @model_validator(mode="after")
+    def _run_one_way(self) -> Self:
+        if bool(self.argv) == (self.harbor is not None):
+            raise ValueError("give argv (a command) or harbor (an agent that Harbor drives), one of the two")
+        if self.harbor is not None and (self.stdin is not None or self.intercept is not None or self.needs_intercept):
+            raise ValueError("what Harbor drives has no stdin, and is led to the gateway by a base URL only")
+        return self
 
 
 _PLACEHOLDER = re.compile(r"\$?\$\{(\w+)\}")  # with two $ it is no placeholder, but the text with one

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from harness_trainer.errors import SetupError
 from harness_trainer.harnesses.base import Harness, NpmInstall, PipInstall, render
+from harness_trainer.harnesses.harbor_agent import check_agent
 
 INSTALL_TIMEOUT_S = 900
 _DONE = ".done"
@@ -29,8 +30,12 @@ _NODE_MACHINES = {"x86_64": "x64", "aarch64": "arm64"}  # as npm's packages of N
 def ensure_installed(harness: Harness, cache: Path, progress: Callable[[str], None]) -> Path:
     """The folder with the agent's programs, installed now if it is not in the cache yet.
 
-    Raises SetupError when npm or the Python it needs is missing, the install fails, or the program does not start.
+    Raises SetupError when npm, Harbor or the Python it needs is missing, the install fails, or the program does not
+    start, and ConfigError when it is an agent that Harbor does not have.
     """
+    if harness.harbor is not None:
+        progress(f"asking Harbor for {harness.harbor.agent}")
+        check_agent(harness)
     install = harness.install
     if install is None:
         return Path("/usr/bin")

@@ -35,8 +35,8 @@ from harness_trainer.harnesses import load_harness
 from harness_trainer.harnesses.install import ensure_installed
 from harness_trainer.interop.workshop import Work, Workshop
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.curriculum import task_of_group
 from harness_trainer.rollouts.rollout import run_rollout
-from harness_trainer.rollouts.runner import task_of_group
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
 from harness_trainer.tasks import Task, load_tasks
 from sandboxes import SandboxConfig

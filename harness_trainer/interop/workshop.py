@@ -22,6 +22,7 @@ from harness_trainer.rewards.custom import load_reward
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import Caps
 from harness_trainer.rollouts.config import RunnerSpec
+from harness_trainer.rollouts.harbor import open_harbor
 from harness_trainer.rollouts.proxies import open_access
 from harness_trainer.rollouts.rollout import Means
 from harness_trainer.tasks import Task
@@ -133,8 +134,9 @@ class Workshop:
                 boxes.check(task, backend)
             bounds = Bounds(spec.config.warm_per_task, spec.config.warm_total, spec.config.max_concurrent)
             pool = await stack.enter_async_context(Pool(backend, bounds))
+            harbor = await open_harbor(stack, spec, backend, harness)
             reward = load_reward(spec.config.reward)
-            self._ready.set_result(Means(boxes, backend, pool, Caps(spec.config), admin, reward))
+            self._ready.set_result(Means(boxes, backend, pool, Caps(spec.config), admin, reward, harbor))
             await self._stop.wait()
             for work in self._works:  # sessions end before the sandboxes that they are in
                 work.cancel()

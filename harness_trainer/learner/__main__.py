@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from harness_trainer.errors import HarnessTrainerError, TrainingFailed
 from harness_trainer.learner.config import LearnerConfig
+from harness_trainer.learner.final_model import ENGINE_VERSION
 from harness_trainer.learner.store_source import StoreGroupSource
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.store import RolloutStore
@@ -49,6 +50,9 @@ class LearnerSpec(BaseModel):
     keep_weights: Path | None  # folder that keeps the weights of every published policy; None = not kept
     temperature: float  # of sampling, and so of the recomputed log-probabilities
     starved_after_s: float
+    evaluate_every: int | None = (
+        None  # steps between two evaluations, during which no step is taken; None = there are none
+    )
 
 
 def _wait_for_engine(path: Path) -> str:
@@ -61,15 +65,27 @@ def _wait_for_engine(path: Path) -> str:
 
 def _run(spec: LearnerSpec, store: RolloutStore) -> None:
     # Ten seconds of imports that overlap with the engine's own start.
-    from harness_trainer.learner.checkpoints import last_checkpoint
+    from harness_trainer.learner.checkpoints import last_checkpoint, read_state
+    from harness_trainer.learner.continuing import announce, settle, used_up
+    from harness_trainer.learner.engine_calls import engine_version
     from harness_trainer.learner.train import run_learner
-    from harness_trainer.learner.weight_transfer import ShmWeightTransfer
+    from harness_trainer.learner.transfers import make_transfer
 
     resume_from = last_checkpoint(spec.checkpoints)
-    done_steps = 0 if resume_from is None else int(resume_from.name.rsplit("-", 1)[1])
-    _forget_steps_after(spec.metrics, done_steps)
-    store.rewind(done_steps)
+    state = None if resume_from is None else read_state(resume_from)
+    _forget_steps_after(spec.metrics, 0 if state is None else state.step)
+    settle(store, state)
     engine_url = _wait_for_engine(spec.engine_url_file)
+    store.set_state(ENGINE_VERSION, engine_version(engine_url))
+    transfer = make_transfer(
+        spec.config,
+        engine_url,
+        directory=spec.transfer_dir,
+        keep_weights=spec.keep_weights,
+        announce=lambda version: announce(store, version),
+    )
+    # On demand: `kill -USR1` has the next update compared with the engine's weights.
+    signal.signal(signal.SIGUSR1, lambda *_: transfer.compare_next())
 
     def alive() -> str | None:
         return store.state(RUNNER_ERROR) or None
@@ -83,11 +99,16 @@ def _run(spec: LearnerSpec, store: RolloutStore) -> None:
         spec.config,
         model_path=spec.model_path,
         output_dir=spec.checkpoints,
-        group_source=StoreGroupSource(spec.store, alive=alive, starved_after_s=spec.starved_after_s),
-        weight_transfer=ShmWeightTransfer(engine_url, directory=spec.transfer_dir, keep_dir=spec.keep_weights),
+        group_source=StoreGroupSource(
+            spec.store,
+            alive=alive,
+            starved_after_s=spec.starved_after_s,
+            evaluate_every=spec.evaluate_every,
+        ),
+        weight_transfer=transfer,
         on_step=on_step,
         resume_from=resume_from,
-        base_version=store.policy_version(),
+        base_version=used_up(store),
         temperature=spec.temperature,
     )
 
@@ -100,6 +121,10 @@ def _rollout_facts(store: RolloutStore, report: StepReport) -> dict[str, Any]:
     stages = dict.fromkeys(stage for result in results for stage in result.stages_s)
     return {
         "outcomes": {outcome.value: counts[outcome] for outcome in Outcome if counts.get(outcome)},
+        # Of the whole run so far, by reason: what the learner would not train and what the runner would not hand over.
+        "dropped_total": store.drop_counts(),
+        # Of the policy that this step started from; None = it was not evaluated.
+        "evaluation": next((e for e in store.evaluations() if e["step"] == report.step - 1), None),
         "num_turns": sum(result.num_turns for result in results),
         "num_side_turns": sum(result.num_side_turns for result in results),
         "rows_per_rollout": num_rows / num_rollouts if num_rollouts else None,
@@ -115,7 +140,7 @@ def _rollout_facts(store: RolloutStore, report: StepReport) -> dict[str, Any]:
 def _forget_steps_after(metrics: Path, step: int) -> None:
     """A continued run takes the steps after its checkpoint again; their lines must not stand twice."""
     if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines()
+        lines = metrics.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()  # without one that was cut off
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         write_atomically(metrics, "".join(line + "\n" for line in kept))
 

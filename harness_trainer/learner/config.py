@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from harness_trainer.learner.objective_config import ObjectiveConfig
+from harness_trainer.learner.sync_config import LoraConfig, LoraSync, ShmSync, VerifySync, WeightSync
 
 
 class LearnerConfig(BaseModel):
@@ -29,11 +32,7 @@ class LearnerConfig(BaseModel):
     adam_beta2: float = Field(0.999, gt=0, lt=1, description="AdamW's second-moment decay")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     max_grad_norm: float = Field(1.0, ge=0, description="gradient clipping; 0 is off")
-    advantage_scale: Literal["std", "none"] = Field(
-        "std", description="divide a group's advantages by their spread (GRPO) or not (Dr. GRPO)"
-    )
-    epsilon: float = Field(0.2, gt=0, lt=1, description="lower clip of the probability ratio")
-    epsilon_high: float | None = Field(None, gt=0, description="upper clip of the probability ratio; None = epsilon")
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the trained weights; float32 keeps the ratio exact"
     )
@@ -41,7 +40,20 @@ class LearnerConfig(BaseModel):
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     save_steps: int = Field(10, ge=1, description="steps between checkpoints; the last step is always kept")
     save_total_limit: int | None = Field(2, ge=1, description="checkpoints kept; None keeps all")
+    lora: LoraConfig | None = Field(None, description="train a low-rank adapter instead of all weights; null = all")
+    weight_sync: WeightSync = Field(
+        default_factory=ShmSync, description="how weights go to the engine (lora: the adapter alone, by its name)"
+    )
+    verify_sync: VerifySync = Field(
+        "start", description="compare a sample of weights with the engine's: after the first update, each, or none"
+    )
     seed: int = Field(0, ge=0, description="seed of the learner")
     report_to: list[str] = Field(
         default_factory=list, description="experiment trackers that Transformers knows, e.g. tensorboard"
     )
+
+    @model_validator(mode="after")
+    def _adapter_to_send(self) -> Self:
+        if isinstance(self.weight_sync, LoraSync) and self.lora is None:
+            raise ValueError("weight_sync lora sends an adapter: say which with learner.lora, e.g. '{\"rank\": 16}'")
+        return self

@@ -1,7 +1,8 @@
 """The contract between rollouts and the learner: where finished groups come from, and what became of them.
 
-Owns two names and no behaviour. The rollout side implements `GroupSource` (over its store); `feeder` is the only
-caller. All methods are called from the learner's thread; none may block longer than it says.
+Owns two names and no behaviour. The rollout side implements `GroupSource` (over its store); `feeder` calls it, and
+`trl_compat` for a checkpoint's position. All methods are called from the learner's thread; none may block longer than
+it says.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class GroupSource(Protocol):
 
     def policy_changed(self, version: int) -> None:
         """The engine now samples with policy `version`; it reports it as the string f"v{version}"."""
+        ...
+
+    def position(self) -> tuple[int, dict[str, int]]:
+        """For a checkpoint: the first group id that was not opened yet, and the number of groups by state."""
         ...
 
     def check_health(self) -> None:

@@ -44,6 +44,8 @@ class Row:
     logprobs_N: list[float]  # log-probability (nats) under the sampling policy where mask is 1, 0.0 elsewhere
     versions_N: list[int]  # policy version that sampled the token where mask is 1, -1 elsewhere
     turn_ids: list[str]  # the turns whose completions are trained in this row
+    # [start, end) of each of those completions in the row, in the same order; [] = not known, one reward for the whole.
+    turn_spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_trained(self) -> int:
@@ -240,6 +242,7 @@ def _row(leaf: _Sampled, trained: list[_Sampled]) -> Row:
         end = start + len(sampled.turn.completion_ids_T)
         row.mask_N[start:end] = sampled.mask_T
         row.logprobs_N[start:end] = [lp if m else 0.0 for lp, m in zip(sampled.logprobs_T, sampled.mask_T, strict=True)]
+        row.turn_spans.append((start, end))
         row.versions_N[start:end] = [v if m else -1 for v, m in zip(sampled.versions_T, sampled.mask_T, strict=True)]
     return row
 

@@ -18,7 +18,8 @@ class StoreGroupSource:
     """Implements `GroupSource` over the store that the rollout runner fills.
 
     `starved_after_s` bounds how long the learner may wait while no rollout starts or ends; `alive` says whether groups
-    can still come (None = yes, else one line that says what died).
+    can still come (None = yes, else one line that says what died). While an evaluation is due or under way, every
+    `evaluate_every` steps (None = never), no group is handed out: a step would change the policy that is evaluated.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class StoreGroupSource:
         *,
         alive: Callable[[], str | None],
         starved_after_s: float,
+        evaluate_every: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = RolloutStore(path)
         self._alive = alive
         self._starved_after_s = starved_after_s
+        self._evaluate_every = evaluate_every
         self._clock = clock
         self._handed_out: set[int] = set()
         self._last_progress = clock()
@@ -46,7 +49,7 @@ class StoreGroupSource:
     def next_group(self, timeout_s: float) -> TrainGroup | None:
         give_up = time.monotonic() + timeout_s
         while True:
-            group = self._store.take_ready(self._handed_out)
+            group = None if self._is_evaluated() else self._store.take_ready(self._handed_out)
             if group is not None:
                 self._handed_out.add(group.group_id)
                 self._progress()
@@ -56,6 +59,9 @@ class StoreGroupSource:
                 return None
             time.sleep(POLL_S)
 
+    def _is_evaluated(self) -> bool:
+        return self._evaluate_every is not None and self._store.due_evaluation(self._evaluate_every) is not None
+
     def on_trained(self, group_ids: Sequence[int], step: int) -> None:
         self._store.mark_trained(list(group_ids), step)
         self._progress()  # a step may have taken longer than the bound, with the runner rightly idle all the while
@@ -64,7 +70,10 @@ class StoreGroupSource:
         self._store.mark_dropped(group_id, reason)
 
     def policy_changed(self, version: int) -> None:
-        self._store.set_state("policy_version", str(version))
+        self._store.publish(version)
+
+    def position(self) -> tuple[int, dict[str, int]]:
+        return self._store.next_group_id(), self._store.group_counts()
 
     def check_health(self) -> None:
         """Raises TrainingFailed when the runner has failed, or nothing has started or ended for too long."""

@@ -20,8 +20,9 @@ from transformers import TrainerCallback
 
 from harness_trainer.learner.checkpoints import HarnessState, last_checkpoint, read_state
 from harness_trainer.learner.config import LearnerConfig
-from harness_trainer.learner.feeder import FeederOptions, GroupFeeder, StepBatch
+from harness_trainer.learner.feeder import FeederOptions, GroupFeeder
 from harness_trainer.learner.group_source import GroupSource
+from harness_trainer.learner.step_batch import StepBatch
 from harness_trainer.learner.trl_compat import AsyncGRPOConfig, HarnessGRPOTrainer, build_trainer
 
 __all__ = ["StepReport", "WeightTransfer", "last_checkpoint", "run_learner"]
@@ -63,9 +64,16 @@ class StepReport:
     grad_norm: float | None  # before clipping
     learning_rate: float | None
     ratio_mean: float | None  # of new to old probability, over trained tokens; 1 when nothing is off-policy
+    ratio_max: float | None  # the largest of them
     kl: float | None  # approximate KL(old, new) in nats, over trained tokens
+    kl_reference: float | None  # approximate KL(new, start of the run) in nats; None without a kl_coef
     entropy: float | None  # nats, over trained tokens
-    clip_fraction: float | None  # of trained tokens
+    clip_fraction: float | None  # of trained tokens, by the loss's own ratio
+    clip_low_fraction: float | None  # those below the lower bound with a negative advantage
+    clip_high_fraction: float | None  # those above the upper bound with a positive one
+    importance_mean: float | None  # weight of the importance correction, over trained tokens; None = no correction
+    importance_bounded_fraction: float | None  # of trained tokens whose weight was cut or masked
+    num_masked: int  # rollouts left out of the loss because a limit had cut them
     staleness_mean: float | None  # versions, over rows
     staleness_max: int | None
     dropped: dict[str, int]  # groups dropped since the step before, by reason
@@ -105,13 +113,15 @@ def run_learner(
         groups_per_step=config.groups_per_step,
         token_budget=config.token_budget,
         max_staleness=config.max_staleness,
-        advantage_scale=config.advantage_scale,
         max_dropped_in_a_row=config.max_dropped_in_a_row,
+        objective=config.objective,
     )
     feeder = GroupFeeder(group_source, options)
     trainer = build_trainer(
         feeder=feeder,
         harness_state=state,
+        objective=config.objective,
+        lora=config.lora,
         model=str(model_path),
         args=trainer_arguments(config, output_dir, temperature),
         # TRL insists on a dataset of prompts; prompts are the rollout side's business.
@@ -132,8 +142,6 @@ def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: floa
         token_budget=config.token_budget,
         max_staleness=config.max_staleness,
         temperature=temperature,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
         learning_rate=config.learning_rate,
         lr_scheduler_type="constant_with_warmup" if config.warmup_steps else "constant",
         warmup_steps=config.warmup_steps,
@@ -198,9 +206,16 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
             grad_norm=known("grad_norm"),
             learning_rate=known("learning_rate"),
             ratio_mean=known("ratio"),
+            ratio_max=known("ratio_max"),
             kl=known("kl"),
+            kl_reference=known("kl_ref"),
             entropy=known("entropy"),
-            clip_fraction=known("clip_ratio/region_mean"),
+            clip_fraction=known("cispo_clip_ratio" if "cispo_clip_ratio" in logs else "clip_ratio/region_mean"),
+            clip_low_fraction=known("clip_ratio/low_mean"),
+            clip_high_fraction=known("clip_ratio/high_mean"),
+            importance_mean=known("sampling/importance_sampling_ratio/mean"),
+            importance_bounded_fraction=known("sampling/importance_sampling_ratio/bounded_frac"),
+            num_masked=batch.num_masked,
             staleness_mean=statistics.fmean(batch.staleness) if batch.staleness else None,
             staleness_max=max(batch.staleness, default=None),
             dropped={str(reason): number for reason, number in batch.dropped.items()},

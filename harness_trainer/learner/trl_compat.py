@@ -18,21 +18,31 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from harness_trainer.errors import HarnessTrainerError, SetupError, TrainingFailed
+from harness_trainer.learner.adapter_transfer import AdapterTransfer
 from harness_trainer.learner.checkpoints import HarnessState, write_state
-from harness_trainer.learner.feeder import GroupFeeder, StepBatch
+from harness_trainer.learner.feeder import GroupFeeder
+from harness_trainer.learner.nccl_transfer import Manifest, NcclWeightTransfer
+from harness_trainer.learner.objective import ObjectiveLoss, objective
+from harness_trainer.learner.objective_config import ObjectiveConfig
+from harness_trainer.learner.packed_loss import Reference, label_micro_batches, score, sum_spread_rollouts, terms_of
+from harness_trainer.learner.step_batch import StepBatch
+from harness_trainer.learner.sync_config import LoraConfig
 from harness_trainer.learner.tree_attention import flash_attention_3_available, sdpa_tree_attention
 
 with warnings.catch_warnings():
     # Two notices that are settled by the pin: "experimental", and a vLLM in another environment.
     warnings.simplefilter("ignore")
+    import peft
     import trl.trainer.utils as trl_utils
     from transformers import AttentionInterface, PrinterCallback
     from transformers.utils import logging as transformers_logging
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from trl.experimental.async_grpo import async_grpo_trainer as trl_module
     from trl.experimental.async_grpo import async_rollout_worker as trl_workers
+    from trl.experimental.async_grpo import weight_transfer as trl_transfer
     from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
     from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, _flash_attn
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 __all__ = [
     "AsyncGRPOConfig",
@@ -42,16 +52,6 @@ __all__ = [
     "pack_micro_batches",
     "use_attention_that_runs_here",
 ]
-
-# TRL logs these as one mean per micro-batch; a step's mean must weigh them by tokens.
-_PER_TOKEN_METRICS = (
-    "ratio",
-    "kl",
-    "entropy",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
-    "clip_ratio/region_mean",
-)
 
 
 def pack_micro_batches(samples: list[dict[str, Any]], token_budget: int) -> list[TreeRow]:
@@ -70,6 +70,19 @@ def pack_micro_batches(samples: list[dict[str, Any]], token_budget: int) -> list
     return trees
 
 
+def nccl_client(base_url: str, manifest: Manifest, timeout_s: float) -> Any:
+    """TRL's client for `nccl_transfer`. Raises SetupError where vLLM's half is not installed beside the trainer."""
+    try:
+        return trl_transfer.WeightTransferClient(
+            VLLMClient(base_url), manifest, weight_sync_timeout=math.ceil(timeout_s)
+        )
+    except ImportError as error:
+        raise SetupError(
+            f"weight_sync nccl needs vLLM's transfer code in the trainer's own environment ({error}):"
+            " install the engine's release of vllm there without its dependencies, or use weight_sync shm"
+        ) from error
+
+
 class _Steps(IterableDataset[StepBatch]):
     """One item per optimizer step, made when the trainer asks for it (nothing is fetched ahead)."""
 
@@ -82,24 +95,50 @@ class _Steps(IterableDataset[StepBatch]):
 
 
 class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
-    """TRL's trainer, with one optimizer step = the whole groups of one `StepBatch`.
+    """TRL's trainer, with one optimizer step = the whole groups of one `StepBatch`, and the loss of `objective`.
 
     TRL fills micro-batches from a queue of single samples and averages their means. Here a step's rows are split into
-    micro-batches that all normalise by the trained tokens of the *step*, so that the gradient does not depend on the
-    split, and no group straddles two policies. `harness_state` counts on from what it is given and goes into every
-    checkpoint; `last_step` is the batch of the step that was taken last, `sync_s` the seconds of the last weight
-    update.
+    micro-batches whose tokens carry the weights of the *step*, so that the gradient does not depend on the split, and
+    no group straddles two policies. `harness_state` counts on from what it is given and goes into every checkpoint;
+    `last_step` is the batch of the step that was taken last, `sync_s` the seconds of the last weight update.
     """
 
-    def __init__(self, *, feeder: GroupFeeder, harness_state: HarnessState, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        feeder: GroupFeeder,
+        harness_state: HarnessState,
+        objective: ObjectiveConfig,
+        model: str,
+        lora: LoraConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
         _without_cuda()
         self.feeder = feeder
         self.harness_state = harness_state
+        self.objective = objective
         self.last_step: StepBatch | None = None
         self.sync_s: float | None = None
-        super().__init__(rollout_worker=feeder, **kwargs)
+        if lora is not None:
+            kwargs["peft_config"] = peft_config(lora)
+        super().__init__(model=model, rollout_worker=feeder, **kwargs)
         self.model_version = harness_state.policy_version
         use_attention_that_runs_here()
+        self._lora_sync = isinstance(self.weight_transfer, AdapterTransfer)
+        if isinstance(self.weight_transfer, NcclWeightTransfer):
+            self.weight_transfer.describe(self._manifest())
+        self._reference: Reference | None = None
+        if objective.kl_coef:
+            trained = self.accelerator.unwrap_model(self.model)
+            self._reference = Reference(trained, lambda: self._copy_of_the_start(model))
+
+    def _copy_of_the_start(self, path: str) -> Any:
+        """The weights that the run started from, also where training continues from a checkpoint."""
+        copy = trl_utils.create_model_from_path(
+            path, device_map=None, attn_implementation=TREE_ATTENTION, dtype=self.args.dtype
+        )
+        trl_utils.add_fused_lm_head(copy, temperature=self.temperature, outputs=("log_probs",))
+        return copy.to(self.accelerator.device)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         if self.accelerator.num_processes > 1:
@@ -109,7 +148,7 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         return DataLoader(_Steps(self.feeder), batch_size=None, collate_fn=self._collate, num_workers=0)
 
     def _collate(self, step: Any) -> dict[str, Any]:
-        """Tensors of every micro-batch, each told the trained tokens of the whole step."""
+        """Tensors of every micro-batch, each trained token with its weight in the whole step."""
         collate = DataCollatorForRollout(
             self.processing_class.pad_token_id,
             num_processes=1,
@@ -119,20 +158,21 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         )
         trees = pack_micro_batches(step.samples, self.args.token_budget)
         micro_batches = [collate.torch_call([[tree]]) for tree in trees]
+        label_micro_batches(micro_batches, [tree.samples for tree in trees], self.objective)
         num_trained = sum(float(batch["global_n_tokens"][0]) for batch in micro_batches)
-        for batch in micro_batches:
-            batch["own_n_tokens"] = float(batch["global_n_tokens"][0])
-            batch["global_n_tokens"] = torch.full_like(batch["global_n_tokens"], num_trained)
         return {"step": step, "micro_batches": micro_batches, "num_trained_tokens": num_trained}
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        losses = []
-        for batch in inputs["micro_batches"]:
-            num_tokens = batch.pop("own_n_tokens")
-            losses.append(super().training_step(model, batch, num_items_in_batch))
-            self._weigh_by_tokens(num_tokens)
-        # TRL added the step's total once per micro-batch.
+        micro_batches = inputs["micro_batches"]
         self._step_trained_tokens = inputs["num_trained_tokens"]
+        if self.objective.needs_whole_rollouts:
+            started = time.perf_counter()
+            micro_batches = [self._prepare_inputs(batch) for batch in micro_batches]
+            sum_spread_rollouts(micro_batches, lambda batch: score(model, batch).log_probs_M)
+            self._current_train_step_time += time.perf_counter() - started
+        losses = []
+        for batch in micro_batches:
+            losses.append(super().training_step(model, batch, num_items_in_batch))
         self.last_step = inputs["step"]
         loss = torch.stack(losses).sum()
         if not torch.isfinite(loss):
@@ -142,10 +182,37 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             )
         return loss
 
-    def _weigh_by_tokens(self, num_tokens: float) -> None:
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The micro-batch's part of the step's loss; notes its metrics where TRL notes its own."""
+        started = time.time()
+        reference = None if self._reference is None else self._reference.log_probs(inputs)
+        scored = score(model, inputs, aux_loss=self.aux_loss_enabled)
+        self._step_forward_s += time.time() - started
+        result = objective(terms_of(inputs, scored, reference), self.objective)
+        loss = result.loss
+        if scored.aux_loss is not None:
+            # A mean over tokens: the micro-batches of a step share its weight as they share its tokens.
+            share = float(inputs["global_n_tokens"][0]) / self._step_trained_tokens
+            loss = loss + self.router_aux_loss_coef * share * scored.aux_loss
+            self._metrics["train"]["aux_loss"].append(scored.aux_loss.item())
+        self._note(result)
+        num_tokens, length = float(inputs["global_n_forward_tokens"][0]), float(inputs["mean_seq_len"][0])
+        self._step_forward_tokens += num_tokens
+        self._step_seq_len_weighted += length * num_tokens
+        self._step_samples += num_tokens / length
+        return loss
+
+    def _note(self, result: ObjectiveLoss) -> None:
+        """TRL divides the sums of a step's numerators and denominators, and takes the extreme of the extremes."""
         metrics = self._metrics["train"]
-        for name in _PER_TOKEN_METRICS:
-            metrics[name].append((metrics[name].pop() * num_tokens, num_tokens))
+        pairs = [number for rate in result.rates.values() for number in rate]
+        numbers = torch.stack([*pairs, *result.extremes.values()]).tolist()  # one copy from the device
+        for name in result.rates:
+            metrics[name].append((numbers.pop(0), numbers.pop(0)))
+        for name in result.extremes:
+            metrics[name].append(numbers.pop(0))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -178,22 +245,53 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             self.harness_state.trained_groups[step] = self.last_step.group_ids
             self.feeder.source.on_trained(self.last_step.group_ids, step)
 
+    def _sync_weight_lora(self, t0: float) -> tuple[float, float, float]:
+        """Publish the adapter alone. Called by TRL's `_sync_weight`; the marks are its phases."""
+        version = self.model_version + 1
+        transfer = self.weight_transfer
+        model = self.accelerator.unwrap_model(self.model)
+        trl_module.save_lora_adapter(model, self.accelerator, self._adapter_name, str(transfer.folder_of(version)))
+        written = time.time()
+        transfer.publish(version)
+        self.model_version = version
+        self.rollout_worker.update_model_version(version)
+        return t0, t0, written
+
     def _streaming_iter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, and a tied output head by its own name too: an engine may keep a packed copy of it."""
         names = set()
         for name, tensor in super()._streaming_iter():
             names.add(name)
             yield name, tensor
+        head = self._tied_head()
+        if head is not None and head[0] not in names:
+            yield head[0], head[1].detach().to(self.accelerator.device)
+
+    def _manifest(self) -> Manifest:
+        """What `_streaming_iter` will yield, without gathering any of it."""
+        named = dict(trl_module._iter_vllm_named_params(self.accelerator.unwrap_model(self.model)))
+        head = self._tied_head()
+        if head is not None:
+            named.setdefault(*head)
+        return {
+            "names": list(named),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()],
+            "shapes": [list(tensor.shape) for tensor in named.values()],
+        }
+
+    def _tied_head(self) -> tuple[str, torch.Tensor] | None:
+        """Name and weight of an output head that shares the embedding's; None = it has weights of its own, or none."""
         model = self.accelerator.unwrap_model(self.model)
         head = model.get_output_embeddings()
         if head is None or not model.config.get_text_config().tie_word_embeddings:
-            return
+            return None
         name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-        if name not in names:
-            yield name, head.weight.detach().to(self.accelerator.device)
+        return name.removeprefix("base_model.model."), head.weight
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.harness_state.policy_version = self.model_version
+        state = self.harness_state
+        state.policy_version = self.model_version
+        state.next_group, state.group_counts = self.feeder.source.position()
         try:
             # Before Transformers' part, which ends with the file that marks a complete checkpoint.
             write_state(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.harness_state)
@@ -207,6 +305,14 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     def _send_telemetry(self) -> None:
         """TRL reports each trainer to the Hub; we do not."""
+
+
+def peft_config(lora: LoraConfig) -> Any:
+    """PEFT's configuration for ours: plain factors, which is all that vLLM serves as an adapter."""
+    return peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0, bias="none",
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
 
 
 def build_trainer(**kwargs: Any) -> HarnessGRPOTrainer:

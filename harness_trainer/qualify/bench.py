@@ -12,7 +12,7 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,18 @@ from capture_proxy.engines.base import Engine
 from capture_proxy.engines.scripted import ScriptedEngine
 from capture_proxy.gateway import Gateway, agent_app
 from capture_proxy.http_server import Server, listening
+from capture_proxy.rendering import Bridging
 from capture_proxy.store import Store
 from capture_proxy.types import Capture
 from harness_trainer.harnesses.base import Harness
 from harness_trainer.qualify.director import Director
 from harness_trainer.qualify.scenarios import Scenario, task_of
+from harness_trainer.qualify.step import Step
 from harness_trainer.qualify.wire import Wire
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import Caps
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.harbor import open_harbor
 from harness_trainer.rollouts.proxies import open_access
 from harness_trainer.rollouts.rollout import Means, run_rollout
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
@@ -56,6 +59,8 @@ class Setting:
     engine: Callable[[], Engine] | None = None  # a new one per scenario; None = the scripted one
     model: str = SCRIPTED_MODEL
     context: int = 1_000_000
+    bridging: Bridging = field(default_factory=Bridging)
+    take_step: Callable[[RolloutResult], Awaitable[Step]] | None = None  # None = nobody learns
 
 
 @dataclass(slots=True)
@@ -70,6 +75,7 @@ class Evidence:
     ready_at: float | None = None  # time.monotonic(): the sandbox was there; None = it never was
     # Hosts that were refused to the agent; None = nobody watched.
     refused: list[str] | None = None
+    step: Step | None = None  # what a learner made of it; None = nobody learns
     logs: Path = field(default_factory=Path)
 
     @property
@@ -95,7 +101,7 @@ async def _play(
     director = Director(scenario, lambda: wire.cut_next())
     scripted = ScriptedEngine(director, version="v1", piece_delay_s=PIECE_DELAY_S)
     engine: Engine = scripted if setting.engine is None else setting.engine()
-    gateway = Gateway(engine, await asyncio.to_thread(Store.open, store))
+    gateway = Gateway(engine, await asyncio.to_thread(Store.open, store), bridging=setting.bridging)
     wire = Wire(agent_app(gateway))
     task = task_of(scenario, logs, setting.timeout_s)
     key = secrets.token_urlsafe(16)
@@ -119,6 +125,8 @@ async def _play(
             evidence.capture = await admin.capture(job_id)
         if scenario.sealed:
             evidence.refused = _hosts(await admin.events(job_id)) if evidence.capture else None
+    if setting.take_step is not None:  # the sandbox is gone: a step may take its time
+        evidence.step = await setting.take_step(evidence.result)
     return evidence
 
 
@@ -127,7 +135,11 @@ def _spec(
 ) -> RunnerSpec:
     return RunnerSpec(
         config=RolloutConfig(
-            timeout_s=setting.timeout_s, max_turns=scenario.max_turns, max_tokens=4096, verify="same", warm_total=0
+            timeout_s=setting.timeout_s,
+            max_turns=scenario.max_turns,
+            max_tokens=scenario.max_tokens,
+            verify="same",
+            warm_total=0,
         ),
         sandbox=setting.sandbox,
         tasks="-",
@@ -155,7 +167,8 @@ async def _means(
     await stack.enter_async_context(backend)
     boxes.check(task, backend)
     pool = await stack.enter_async_context(Pool(backend, Bounds(0, 0, 1)))
-    return Means(boxes=boxes, backend=backend, pool=pool, caps=Caps(spec.config), admin=admin)
+    harbor = await open_harbor(stack, spec, backend, harness)
+    return Means(boxes=boxes, backend=backend, pool=pool, caps=Caps(spec.config), admin=admin, harbor=harbor)
 
 
 def _never_ran(task: Task, harness: Harness, job_id: str) -> RolloutResult:
@@ -178,6 +191,13 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def with_model(setting: Setting, engine: Callable[[], Engine], model: str, context: int) -> Setting:
-    """The same, played by a real engine."""
-    return replace(setting, engine=engine, model=model, context=context)
+def with_model(
+    setting: Setting,
+    engine: Callable[[], Engine],
+    model: str,
+    context: int,
+    bridging: Bridging,
+    take_step: Callable[[RolloutResult], Awaitable[Step]],
+) -> Setting:
+    """The same, played by a real engine beside a learner."""
+    return replace(setting, engine=engine, model=model, context=context, bridging=bridging, take_step=take_step)

@@ -45,7 +45,7 @@ class Director:
         if vocabulary.wants_edit_blocks(request):
             self.num_main += 1
             return self._in_blocks()
-        if not request.tools:
+        if not request.tools and not vocabulary.wants_keystrokes(request):
             self.num_side += 1
             return Reply(LAST_WORDS)
         reply = self._sub(request) if _is_sub(request) else self._main(request)
@@ -74,9 +74,14 @@ class Director:
             self._go_wrong()
         # In pieces, so that a connection can break between two of them.
         words = [f"Now step {step}.", " It is ", "a tool ", "call.\n"]
-        return Reply(words, tool_calls=[call for call in calls if call is not None])
+        known = [call for call in calls if call is not None]
+        if vocabulary.wants_keystrokes(request):
+            return Reply(vocabulary.keystrokes("".join(words), known, done=False))
+        return Reply(words, tool_calls=known)
 
     def _end(self, request: ChatRequest) -> Reply:
+        if vocabulary.wants_keystrokes(request):
+            return Reply(vocabulary.keystrokes(LAST_WORDS, [], done=True))
         call = vocabulary.finish(request, LAST_WORDS)
         return Reply(LAST_WORDS, tool_calls=[call] if call else [])
 

@@ -30,6 +30,7 @@ TITLES = (
     "bridged",
     "drift tokens",
     "mask",
+    "step",
     "coalesced",
     "first call s",
     "refused hosts",
@@ -45,6 +46,8 @@ scenarios together. **rows/lineage**: 1 = every turn extends the one before by t
 no chat template.
 - **drift tokens**: recorded tokens that a later prompt holds otherwise. **mask**: share of the agent's sampled tokens \
 that are trained.
+- **step**: what one optimizer step on it came to, `-` with the scripted engine: the loss, and the mean ratio of the \
+probabilities that the learner recomputed to those that the engine sampled with.
 - **coalesced**: repeated requests that got the reply of an earlier attempt.
 - **first call s**: from a ready sandbox to the agent's first request, median.
 - **refused hosts**: what it tried to reach beside the gateway; `?` = not watched.
@@ -75,6 +78,7 @@ def summary(report: Report) -> dict[str, str]:
         "bridged": _ratio(_sum(lines, "num_bridged"), _sum(lines, "num_following"), unknown="-"),
         "drift tokens": _text(_sum(lines, "drift_tokens")),
         "mask": _ratio(_sum(lines, "num_mask"), _sum(lines, "num_sampled")),
+        "step": _steps(lines),
         "coalesced": _text(_sum(lines, "num_coalesced")),
         "first call s": f"{statistics.median(first):.1f}" if first else "?",
         "refused hosts": _hosts(lines),
@@ -146,6 +150,15 @@ def _hosts(lines: Iterable[Line]) -> str:
     if not watched:
         return "?"
     return ", ".join(sorted({host for hosts in watched for host in hosts})) or "none"
+
+
+def _steps(lines: Iterable[Line]) -> str:
+    steps = [line.step for line in lines if line.step is not None]
+    said = [
+        "none" if step.loss is None or step.ratio is None else f"{step.loss:.3f}, ratio {step.ratio:.5f}"
+        for step in steps
+    ]
+    return "; ".join(said) or "-"
 
 
 def _text(value: int | None) -> str:

@@ -53,6 +53,7 @@ class Scenario:
     fault: Fault | None = None
     endless: bool = False  # the model never comes to its last words
     max_turns: int = 12
+    max_tokens: int = 4096  # of one reply
     needs: str = "a tool that writes files or runs commands"  # what the agent must offer for it
     sealed: bool = False  # only where the agent's ways out can be watched, see `task`
     free: bool = False  # a real model plays it: nothing is known of what it will do
@@ -109,7 +110,7 @@ SCENARIOS: Sequence[Scenario] = (
     ),
     Scenario("hosts", "the task with every other host refused and noted", (_write,), sealed=True),
 )
-FREE = Scenario("model", "the task, played by a real model", (), free=True, max_turns=6)
+FREE = Scenario("model", "the task, played by a real model", (), free=True, max_turns=4, max_tokens=96)
 
 # Scores 1 when the file holds the line, else 0.
 _VERIFY = f"""

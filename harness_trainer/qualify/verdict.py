@@ -14,6 +14,7 @@ from capture_proxy import graph, trace
 from capture_proxy.types import Capture, Turn, TurnRole
 from harness_trainer.qualify.bench import Evidence
 from harness_trainer.qualify.scenarios import Expect, Scenario
+from harness_trainer.qualify.step import Step
 from harness_trainer.rollouts.types import Outcome
 
 
@@ -50,6 +51,7 @@ class Line:
     dialects: list[str] = field(default_factory=list)
     routes: dict[str, int] = field(default_factory=dict)
     refused: list[str] | None = None  # hosts; None = nobody watched
+    step: Step | None = None  # None = nobody learned from it
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict.value}
@@ -71,6 +73,7 @@ def line_of(harness: str, scenario: Scenario, evidence: Evidence) -> Line:
         seconds=sum(s for stage, s in result.stages_s.items() if "." not in stage),
         routes=dict(sorted(evidence.wire.routes.items())),
         refused=evidence.refused,
+        step=evidence.step,
         **(_counted(evidence.capture, real_engine=scenario.free) if evidence.capture is not None else {}),
     )
 
@@ -96,9 +99,13 @@ def _counted(capture: Capture, *, real_engine: bool) -> dict[str, Any]:
 
 
 def _drift(own: list[Turn], told: graph.Graph) -> int:
-    """Tokens of earlier turns that a later prompt should hold and has otherwise."""
+    """Tokens of earlier turns that a later prompt should hold and has otherwise.
+
+    A prompt that repeats no reply opens a conversation of its own (a sub-agent's) and owes the others nothing.
+    """
     lengths = {turn.turn_id: len(turn.prompt_ids_P) + len(turn.completion_ids_T) for turn in own}
-    forks = [node.fork for node in told.nodes.values() if node.fork is not None]
+    goes_on = {t.turn_id for t in own if any(m.get("role") == "assistant" for m in t.request.get("messages", []))}
+    forks = [node.fork for node in told.nodes.values() if node.fork is not None and node.turn_id in goes_on]
     return sum(max(0, lengths[fork.turn_id] - fork.position) for fork in forks if "rewritten" in fork.reason)
 
 
@@ -133,6 +140,8 @@ def _judge_free(evidence: Evidence) -> tuple[Verdict, str]:
     result = evidence.result
     if result.outcome in (Outcome.INFRA_FAILED, Outcome.CAPTURE_INVALID) or not result.num_trainable_turns:
         return Verdict.FAILED, result.detail or "nothing of it can be trained"
+    if evidence.step is not None and evidence.step.problem:
+        return Verdict.FAILED, evidence.step.problem
     return Verdict.PASSED, result.detail
 
 

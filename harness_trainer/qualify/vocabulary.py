@@ -6,6 +6,7 @@ Owns the names that agents give such tools; what a call must hold is read from t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -49,10 +50,13 @@ _REQUIRED: Mapping[str, Any] = {
 }
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # how one agent wants to be told that the work is done
 _EDIT_BLOCKS = "SEARCH/REPLACE"  # agents without tools that read changes out of the text name them so
+_KEYSTROKES = '"keystrokes"'  # one without tools reads what to type into its terminal out of JSON
 
 
 def run(request: ChatRequest, command: str) -> ToolCall | None:
     """A call that runs a shell command; None = the request offers no tool for it."""
+    if wants_keystrokes(request):
+        return "keystrokes", {"command": command}
     return _call(_tools(request), _SHELL, command)
 
 
@@ -89,6 +93,16 @@ def edit_block(path: str, text: str) -> str:
 
 def wants_edit_blocks(request: ChatRequest) -> bool:
     return not request.tools and _says(request, _EDIT_BLOCKS)
+
+
+def wants_keystrokes(request: ChatRequest) -> bool:
+    return not request.tools and _says(request, _KEYSTROKES)
+
+
+def keystrokes(words: str, calls: Iterable[ToolCall], *, done: bool) -> str:
+    """The words and calls for an agent that wants its commands typed. One that is done is asked whether it is sure."""
+    typed = [{"keystrokes": f"{arguments['command']}\n", "duration": 1.0} for _, arguments in calls]
+    return json.dumps({"analysis": words, "plan": "", "commands": typed, "task_complete": done})
 
 
 def words_of(message: Mapping[str, Any]) -> str:

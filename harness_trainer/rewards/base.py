@@ -49,6 +49,7 @@ class Code(enum.StrEnum):
     LINK_DROPPED = "link_dropped"  # of the workspace, because it leaves it or leads to the tests
     ENTRY_DROPPED = "entry_dropped"  # special files of the workspace
     PATH_DROPPED = "path_dropped"  # an entry of PATH and the like that the agent could write to
+    TURN_REWARDS_UNUSABLE = "turn_rewards_unusable"  # not a number or null per call; the rollout's reward stands
     FILES_NOT_KEPT = "files_not_kept"  # logs or artifacts: too large, or not readable
 
 
@@ -81,6 +82,7 @@ class VerifierResult:
     duration_s: float  # of the tests alone
     timed_out: bool
     rewards: Mapping[str, float] = field(default_factory=dict)  # by name, all finite; empty when `reward` is None
+    turn_rewards: tuple[float | None, ...] = ()  # of the agent's calls, in order; () = the tests judged no turns
     exit_code: int | None = None  # of the tests; None = killed at the time limit, or they never ran
     oom: bool = False
     mode: VerifyMode = VerifyMode.SAME  # where they ran: SAME or FRESH

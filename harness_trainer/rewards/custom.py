@@ -14,14 +14,15 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from harness_trainer.errors import ConfigError
 from harness_trainer.rewards.outcome import HarnessRolloutOutcome
+from harness_trainer.rewards.turns import checked
 
 VERIFIER = "verifier"  # the name of no function at all: the tests' reward counts
 ENTRY_POINTS = "harness_trainer.rewards"  # of installed packages: name -> function
@@ -36,6 +37,7 @@ class Scored:
 
     reward: float | None
     finding: str = ""
+    turn_rewards: Mapping[str, float | None] = field(default_factory=dict)  # by node_id of the trace's entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class RewardFunction:
     """`spec` is for messages."""
 
     spec: str
-    call: Callable[[HarnessRolloutOutcome], Any]  # gives a number, None, or an awaitable of either
+    # Gives a number, None, {"reward": either, "turn_rewards": {node_id: either}}, or an awaitable of one of these.
+    call: Callable[[HarnessRolloutOutcome], Any]
 
     async def score(self, outcome: HarnessRolloutOutcome, timeout_s: float = TIMEOUT_S) -> Scored:
         """Raises nothing but cancellation: a function that fails, hangs or gives no number leaves the reward unknown.
@@ -57,11 +60,18 @@ class RewardFunction:
             return Scored(None, f"warning reward_timeout: {self.spec} took more than {timeout_s:.0f} s")
         except Exception as error:  # whatever a person's function raises
             return Scored(None, f"warning reward_failed: {self.spec} raised {type(error).__name__}: {_short(error)}")
+        turn_rewards: Mapping[str, float | None] = {}
+        if isinstance(value, Mapping) and value.keys() == {"reward", "turn_rewards"}:
+            try:
+                turn_rewards = {str(turn): checked(reward) for turn, reward in value["turn_rewards"].items()}
+            except (ValueError, AttributeError) as error:
+                return Scored(None, f"warning reward_unusable: {self.spec} gave turn rewards: {_short(error)}")
+            value = value["reward"]
         if value is None:
             return Scored(None)
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
             return Scored(None, f"warning reward_unusable: {self.spec} gave {_short(repr(value))}, no finite number")
-        return Scored(float(value))
+        return Scored(float(value), turn_rewards=turn_rewards)
 
     async def _value(self, outcome: HarnessRolloutOutcome) -> Any:
         if inspect.iscoroutinefunction(self.call):

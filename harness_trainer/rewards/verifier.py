@@ -28,7 +28,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from harness_trainer.rewards import guard, workspace
+from harness_trainer.rewards import guard, turns, workspace
 from harness_trainer.rewards.base import (
     Code,
     Finding,
@@ -223,6 +223,7 @@ class _Scoring:
             await box.kill_all()  # what the tests left running must not write while we read
         rewards, detail = await self._read(box, ran)
         reward = trained_reward(rewards, self._rules, "the reward") if rewards else None
+        turn_rewards = await self._turn_rewards(box) if rewards else ()
         if self._keep is not None:
             with self.timed("keep"):
                 self.findings += await workspace.keep_logs(box, LOGS, self._keep / "verifier", self._kept_cap)
@@ -233,6 +234,7 @@ class _Scoring:
             ran.duration_s,
             ran.timed_out,
             rewards=rewards,
+            turn_rewards=turn_rewards,
             exit_code=ran.exit_code,
             oom=ran.oom,
             mode=mode,
@@ -287,6 +289,18 @@ class _Scoring:
                 raise RewardUnreadable(Code.REWARD_UNREADABLE, f"{file} is longer than {_READ_CAP} bytes")
             return parse(text, self._rules)
         raise RewardUnreadable(Code.REWARD_MISSING, "they wrote neither reward.txt nor reward.json (as a regular file)")
+
+    async def _turn_rewards(self, box: Sandbox) -> tuple[float | None, ...]:
+        text = await box.get_text(f"{LOGS}/{turns.FILE}", cap=_READ_CAP + 1)
+        if text is None:
+            return ()
+        try:
+            if len(text) > _READ_CAP:
+                raise ValueError(f"{turns.FILE} is longer than {_READ_CAP} bytes")
+            return tuple(turns.parse_turn_rewards(text))
+        except ValueError as e:
+            self.findings.append(Finding(Code.TURN_REWARDS_UNUSABLE, str(e)))
+            return ()
 
     def unscored(self, code: Code, detail: str) -> VerifierResult:
         """The tests could not even start."""

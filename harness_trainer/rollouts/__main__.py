@@ -17,15 +17,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from capture_proxy.admin_client import AdminClient
+from harness_trainer.environments import OpenEnvHarborConfig
 from harness_trainer.errors import HarnessTrainerError
 from harness_trainer.rewards.custom import load_reward
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import Caps
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.harbor import open_harbor
+from harness_trainer.rollouts.harbor_server import run_on_server
 from harness_trainer.rollouts.mix import load_mix
 from harness_trainer.rollouts.proxies import open_access
 from harness_trainer.rollouts.rollout import Means, run_rollout
 from harness_trainer.rollouts.runner import Runner
+from harness_trainer.rollouts.sealing import sealing
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.tasks import load_tasks
 from sandboxes import open_backend
@@ -42,30 +46,36 @@ async def _main(spec: RunnerSpec, store: RolloutStore) -> None:
     assert current is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, current.cancel)
-    tasks = load_tasks(spec.tasks)
-    mix = load_mix(spec.harness, tasks, spec.config)
-    reward = load_reward(spec.config.reward)
     admin_key = os.environ["CAPTURE_PROXY_ADMIN_KEY"]
+    if isinstance(spec.env, OpenEnvHarborConfig):
+        await run_on_server(spec, spec.env, store, admin_key)
+        return
+    tasks = load_tasks(spec.tasks)
+    held_out = load_tasks(spec.config.evaluation.tasks) if spec.config.evaluation.tasks else []
+    everything = [*tasks, *held_out]
+    mix = load_mix(spec.harness, everything, spec.config)
+    reward = load_reward(spec.config.reward)
     async with AsyncExitStack() as stack:
         admin = await stack.enter_async_context(AdminClient(spec.admin_url, admin_key))
-        access = await open_access(stack, spec, tasks, admin_key, *mix.harnesses.values())
+        access = await open_access(stack, spec, everything, admin_key, *mix.harnesses.values())
         boxes = {name: Boxes(_spec_for(spec, name), harness, access) for name, harness in mix.harnesses.items()}
         backend = open_backend(spec.sandbox, run_id=spec.run_id, registry=spec.registry, access=access)
         await stack.enter_async_context(backend)
-        for task in tasks:
+        for task in everything:
             for of_agent in boxes.values():
                 of_agent.check(task, backend)
         pool = await stack.enter_async_context(Pool(backend, _bounds(spec.config)))
+        harbor = await open_harbor(stack, spec, backend, *mix.harnesses.values())
         caps = Caps(spec.config)
-        means = {name: Means(of_agent, backend, pool, caps, admin, reward) for name, of_agent in boxes.items()}
+        means = {name: Means(of_agent, backend, pool, caps, admin, reward, harbor) for name, of_agent in boxes.items()}
         runner = Runner(
             spec.config,
             tasks,
             store,
-            lambda job: run_rollout(job, means[job.harness]),
+            sealing(admin, lambda job: run_rollout(job, means[job.harness])),
             harness_of=mix.of_group,
-            max_open_groups=spec.max_open_groups,
-            num_groups=spec.num_groups,
+            schedule=spec,
+            evaluation_tasks=held_out,
             plan=lambda needs: pool.plan([(boxes[agent].spec_of(task), count) for task, agent, count in needs]),
         )
         try:

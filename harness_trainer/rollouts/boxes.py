@@ -82,6 +82,11 @@ class Boxes:
                 f"task {task.name!r} has network mode {task.box.network.mode}, in which {self.harness.name} cannot be "
                 "intercepted: use mode proxy-only or allowlist, or set rollouts.entry to base_url"
             )
+        if self.harness.harbor is not None and not backend.traits.boundary:
+            raise TaskError(
+                f"task {task.name!r}: {self.harness.name} needs a sandbox with a root of its own, because Harbor's "
+                "agents write to /logs and /tmp: install bubblewrap, or use docker"
+            )
 
     def _proxy_of(self, task: Task) -> Proxy | None:
         network = network_of(task, self.harness)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from harness_trainer.environments import EnvConfig, OwnConfig
 from harness_trainer.harnesses.entry import Entry
+from harness_trainer.rollouts.policy_config import CurriculumConfig, EvaluationConfig, Schedule
 from sandboxes import SandboxConfig
 from sandboxes.base import Access
 from sandboxes.local import LocalConfig
@@ -43,15 +46,41 @@ class RolloutConfig(BaseModel):
         "auto", description="tests run in the agent's own sandbox, or in a fresh one that gets its work"
     )
     infra_retries: int = Field(1, ge=0, description="fresh tries when the machinery (not the agent) failed")
+    retry_backoff_s: float = Field(
+        2.0, ge=0, description="longest wait before the first retry; doubled for each further"
+    )
+    retry_backoff_max_s: float = Field(60.0, ge=0, description="longest wait before any retry")
+    max_refills: int = Field(
+        2, ge=0, description="fresh samples per group, for rollouts that infra failures left unscored after all retries"
+    )
+    min_group: int | None = Field(
+        None,
+        ge=2,
+        description="scored rollouts with which a group is trained (the unscored are out of its baseline); with fewer, "
+        "refills and all, it is dropped and replaced. null = all but those that a reward function left out",
+    )
     setup_tries: int = Field(
         2, ge=1, description="a group is given up once so many of its tries found that the task's sandbox cannot be had"
     )
-    max_consecutive_infra: int = Field(
-        12, ge=1, description="the run stops when so many rollouts in a row failed for infra reasons"
+    quarantine_after: int = Field(
+        2, ge=1, description="a task is drawn no more once so many of its groups in a row were given up like that"
     )
+    forget_quarantine: bool = Field(False, description="when a run is continued: draw quarantined tasks again")
+    infra_window: int = Field(
+        12, ge=1, description="the run stops when most of so many tries, the newest of all groups, were infra failures"
+    )
+    infra_share: float = Field(0.75, gt=0, le=1, description="the share of `infra_window` that counts as most")
     reward: str = Field(
         "verifier", description="verifier, or a function of the outcome: module:function, file.py:function, or a name"
     )
+    reward_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="partial credit: the reward is this weighted sum of the verifier's named rewards (reward.json); "
+        "empty = its own reward counts. A rollout that lacks one of the names is unscored",
+    )
+    pass_reward: float = Field(1.0, description="a rollout with at least this reward has passed: pass rates, pass@1")
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     seed: int = Field(0, description="order of the tasks")
     entry: Entry = Field(
         "auto",
@@ -59,14 +88,23 @@ class RolloutConfig(BaseModel):
         "gateway); auto = base_url for agents that take one",
     )
 
+    @model_validator(mode="after")
+    def _goes_together(self) -> RolloutConfig:
+        if self.min_group is not None and self.min_group > self.group_size:
+            raise ValueError(f"min_group ({self.min_group}) is above group_size ({self.group_size}): lower it")
+        if self.reward_weights and self.reward != "verifier":
+            raise ValueError("reward_weights weigh the verifier's rewards, and `reward` replaces them: give only one")
+        if not all(math.isfinite(weight) for weight in self.reward_weights.values()):
+            raise ValueError("reward_weights must be finite numbers")
+        return self
 
-class RunnerSpec(BaseModel):
+
+class RunnerSpec(Schedule):
     """What the supervisor hands to the runner process, as one JSON file in the run folder. Holds no secret."""
-
-    model_config = ConfigDict(extra="forbid")
 
     config: RolloutConfig
     sandbox: SandboxConfig = Field(default_factory=LocalConfig)
+    env: EnvConfig = Field(default_factory=OwnConfig)  # a server's: tasks, harness_bin, sandbox mean nothing
     tasks: str
     harness: str
     harness_bin: Path
@@ -79,5 +117,3 @@ class RunnerSpec(BaseModel):
     context: int  # the model's window in tokens
     access: Access  # the gateway's agent port, and what else sandboxes are led to
     admin_url: str  # the gateway's admin interface; its key comes in the environment
-    max_open_groups: int = Field(ge=1)  # groups that may be running or waiting for the learner at once
-    num_groups: int = Field(ge=1)  # groups that the whole run trains; dropped ones are replaced

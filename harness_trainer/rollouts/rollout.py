@@ -11,31 +11,31 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from capture_proxy.admin_client import AdminClient
 from capture_proxy.errors import CaptureError
 from capture_proxy.trace import rollout_report, to_row_trace
-from capture_proxy.types import Capture, Session, SessionPolicy, Severity, TurnRole, TurnStatus
-from harness_trainer.errors import TaskError
-from harness_trainer.harnesses import base as harness_base
+from capture_proxy.types import Capture, SessionPolicy, Severity, TurnRole, TurnStatus
+from harness_trainer.errors import DriverFailed, TaskError
 from harness_trainer.harnesses.base import Harness
 from harness_trainer.harnesses.reading import AgentReport, read_report
 from harness_trainer.rewards.custom import RewardFunction
 from harness_trainer.rewards.outcome import calls_by_name, main_turns
 from harness_trainer.rewards.verifier import VerifierResult, VerifyMode, verify
-from harness_trainer.rollouts import scoring
+from harness_trainer.rollouts import agents, scoring
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import GRACE_S, Budget, Caps, Limits, StageTimeout
 from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.harbor import HarborAgents
+from harness_trainer.rollouts.place import Place
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
-from sandboxes.base import Backend, BoxSpec, Command, RunResult, Sandbox, SandboxError, SetupFailed
+from sandboxes.base import Backend, BoxSpec, RunResult, Sandbox, SandboxError, SetupFailed
 from sandboxes.pool import Pool
 
 log = logging.getLogger("harness_trainer.rollouts")
 
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CAPTURE_TIMEOUT_S = 120.0  # to seal the session and read it back
 
 
@@ -49,6 +49,7 @@ class Means:
     caps: Caps
     admin: AdminClient
     reward: RewardFunction | None = None  # None = the verifier's reward counts
+    harbor: HarborAgents | None = None  # None = the harness is not Harbor's
 
     @property
     def config(self) -> RolloutConfig:
@@ -70,7 +71,7 @@ async def run_rollout(job: Job, means: Means) -> RolloutResult:
     try:
         await _run(job, means, budget, result)
     except Exception as error:
-        expected = isinstance(error, CaptureError | SandboxError | TaskError | StageTimeout | OSError)
+        expected = isinstance(error, CaptureError | DriverFailed | SandboxError | TaskError | StageTimeout | OSError)
         if not expected:  # one rollout's bad luck, or a bug of ours, must not end its siblings
             log.exception("rollout %s failed in its stage %s", job.rollout_id, budget.stage)
         result.outcome, result.reward = Outcome.INFRA_FAILED, None
@@ -88,7 +89,7 @@ async def _run(job: Job, means: Means, budget: Budget, result: RolloutResult) ->
     async with AsyncExitStack() as stack:
         async with budget.turn(means.caps.running):
             sandbox = await stack.enter_async_context(_box(job, means, spec, budget, result))
-            agent = await _run_agent(job, means, sandbox, budget)
+            agent = await _run_agent(job, means, sandbox, budget, artifacts)
             result.exit_code, result.timed_out = agent.exit_code, agent.timed_out
         await asyncio.to_thread(_keep_agent_logs, artifacts, agent)
         async with budget.outside("capture", CAPTURE_TIMEOUT_S):
@@ -152,44 +153,23 @@ def _labels(job: Job, means: Means) -> dict[str, str]:
     return {"task": job.task.name, "harness": means.boxes.harness.name, "group": str(job.group_id)}
 
 
-async def _run_agent(job: Job, means: Means, sandbox: Sandbox, budget: Budget) -> RunResult:
-    async with budget.timed("setup", max(0.0, means.config.start_timeout_s - budget.spent_s("create"))):
-        session = await means.admin.mint(job.rollout_id, _policy(means, budget.agent_s), _labels(job, means))
-        command = await _put_agent(job, means, sandbox, session)
-    limit_s = budget.agent_s
-    if limit_s <= 0:
-        raise StageTimeout(f"nothing of the rollout's {budget.limits.total_s:.0f} s was left for the agent")
-    async with budget.timed("agent", limit_s + GRACE_S):
-        ran = await sandbox.run(replace(command, timeout_s=limit_s))
-        # A sandbox that broke under the agent (its way to the gateway, say) must not be scored as the agent's failure.
-        await sandbox.renew()
-    return ran
-
-
-async def _put_agent(job: Job, means: Means, sandbox: Sandbox, session: Session) -> Command:
-    """Write the agent's files; the command that starts it."""
-    harness = means.boxes.harness
-    values = means.boxes.values(job.task, session, sandbox)
-    for path, text in harness_base.render_files(harness, values).items():
-        await sandbox.put_text(text, path)
-    return Command(
-        argv=[str(harness_base.render(part, values)) for part in harness.argv],
-        env={
-            "HOME": str(values["home"]),
-            **_search_path(harness, str(values["bin"])),
-            **means.boxes.network_env(job.task, session, sandbox),
-            **harness_base.render_env(harness, values),
-        },
-        stdin=None if harness.stdin is None else str(harness_base.render(harness.stdin, values)),
-    )
-
-
-def _search_path(harness: Harness, programs: str) -> dict[str, str]:
-    if harness.install is None:
-        return {}
-    # A Python environment's `python` and `pip` are the agent's, not those that its commands should find.
-    last = harness.install.type == "pip"
-    return {"PATH": f"{_PATH}:{programs}" if last else f"{programs}:{_PATH}"}
+async def _run_agent(job: Job, means: Means, sandbox: Sandbox, budget: Budget, artifacts: Path) -> RunResult:
+    async with AsyncExitStack() as stack:
+        setup_s = max(0.0, means.config.start_timeout_s - budget.spent_s("create"))
+        async with budget.timed("setup", setup_s):
+            # What Harbor sets up is set up with the session's token, and its own time only begins after that.
+            open_s = budget.agent_s + (0.0 if means.boxes.harness.harbor is None else setup_s)
+            session = await means.admin.mint(job.rollout_id, _policy(means, open_s), _labels(job, means))
+            place = Place(job.rollout_id, job.task, means.boxes, sandbox, session, artifacts)
+            agent = await stack.enter_async_context(agents.set_up(place, means.harbor))
+        limit_s = budget.agent_s
+        if limit_s <= 0:
+            raise StageTimeout(f"nothing of the rollout's {budget.limits.total_s:.0f} s was left for the agent")
+        async with budget.timed("agent", limit_s + GRACE_S):
+            ran = await agent.run(limit_s)
+            # A sandbox that broke under the agent (its way to the gateway, say) must not be scored as its failure.
+            await sandbox.renew()
+        return ran
 
 
 def _describe(result: RolloutResult, capture: Capture, agent: RunResult) -> None:
@@ -244,6 +224,7 @@ def decide(
     stderr_tail = " ".join(agent.stderr.split())[-200:]
     result.reward, result.rewards = verdict.reward, dict(verdict.rewards)
     result.findings += [f"verifier: {finding}" for finding in verdict.findings]
+    scoring.judge_turns(result, capture, verdict.turn_rewards, "verifier")
     if fault is not None:
         result.outcome, result.failed_stage = Outcome.INFRA_FAILED, "agent"
         result.detail = f"model side: {fault}"

@@ -1,50 +1,41 @@
-"""Keeps agents running: opens groups, fills their slots, retries what the machinery spoiled, hands groups over.
+"""Keeps agents running: opens groups as the learner will want them, judges them when they are over, ends stale ones.
 
 Owns scheduling. It is a process of its own (`python -m harness_trainer.rollouts`), so that a learner that is killed or
-busy never stops an agent, and the reverse; both meet in the store only.
+busy never stops an agent, and the reverse; both meet in the store only. `slots` runs the rollouts of a group, `group`
+holds the rule by which one is trained, `admission` the arithmetic of staleness, `curriculum` draws tasks, `evaluation`
+runs the tasks that are never trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
-import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections import Counter
+from collections.abc import Sequence
 
 from harness_trainer.errors import TaskError, TrainingFailed
+from harness_trainer.rollouts.admission import is_too_old, may_open, num_left, num_open
 from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.curriculum import Curriculum
+from harness_trainer.rollouts.evaluation import Evaluator, HarnessOf
+from harness_trainer.rollouts.group import Group, Unfit
+from harness_trainer.rollouts.needs import Needs, Plan
+from harness_trainer.rollouts.policy_config import Schedule
+from harness_trainer.rollouts.policy_records import Versions
+from harness_trainer.rollouts.slots import Attempt, Sleep, Slots
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
 from harness_trainer.tasks import Task
 
 log = logging.getLogger("harness_trainer.rollouts")
 
-Attempt: TypeAlias = Callable[[Job], Awaitable[RolloutResult]]  # runs one rollout; raises nothing but cancellation
-HarnessOf: TypeAlias = Callable[[int, Task], str]  # the name of a group's agent
-# Sandboxes still to be had: of which task, for which agent, how many.
-Need: TypeAlias = tuple[Task, str, int]
-Plan: TypeAlias = Callable[[Sequence[Need]], None]
-
 POLL_S = 0.25
-RETRY_BACKOFF_S = 2.0
-
-
-def task_of_group(group_id: int, tasks: Sequence[Task], seed: int) -> Task:
-    """Every task once per pass, each pass in an order of its own; the same id always means the same task."""
-    pass_, position = divmod(group_id, len(tasks))
-    order = list(range(len(tasks)))
-    random.Random(f"{seed}:{pass_}").shuffle(order)
-    return tasks[order[position]]
 
 
 class Runner:
-    """Runs groups until it is cancelled. Raises TrainingFailed when too many rollouts in a row are infra failures.
+    """Runs groups until it is cancelled.
 
-    `plan` is told, after every change, how many sandboxes of which task are still to be had, the most urgent first.
+    Raises TrainingFailed when it makes no sense to go on: most rollouts are infra failures, every task is quarantined,
+    or too many groups in a row had to be dropped. `plan` is told which sandboxes are still to be had (`needs`).
     """
 
     def __init__(
@@ -55,159 +46,148 @@ class Runner:
         attempt: Attempt,
         *,
         harness_of: HarnessOf,
-        max_open_groups: int,
-        num_groups: int,
+        schedule: Schedule,
+        evaluation_tasks: Sequence[Task] = (),
         plan: Plan = lambda needs: None,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._config = config
-        self._tasks = list(tasks)
+        self._tasks = {task.name: task for task in tasks}
         self._store = store
-        self._attempt = attempt
         self._harness_of = harness_of
-        self._max_open_groups = max_open_groups
-        self._num_groups = num_groups
-        self._slots = asyncio.Semaphore(config.max_concurrent)
-        self._consecutive_infra = 0
-        self._plan = plan
-        self._boxless: dict[int, Need] = {}  # group -> slots of it that have no sandbox yet, oldest first
-        self._next: Need | None = None  # the group that will be opened next
+        self._schedule = schedule
+        self._curriculum = Curriculum(config, tasks, store)
+        self._needs = Needs(plan)
+        self._versions = Versions(0, 0)
+        self._slots = Slots(
+            config, store, attempt, self._needs, engine_version=lambda: self._versions.engine, sleep=sleep
+        )
+        self._evaluator: Evaluator | None = None
+        if evaluation_tasks:
+            last_step = schedule.num_groups // schedule.groups_per_step
+            self._evaluator = Evaluator(config, evaluation_tasks, store, self._slots, harness_of, last_step=last_step)
+        self._running: dict[Group, asyncio.Task[None]] = {}
+        self._dropped_in_a_row: Counter[str] = Counter()
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as groups:
-            for group_id, task_name, done in await asyncio.to_thread(self._store.unfinished_groups):
-                log.info("group %d (%s) continues: %d of its rollouts are finished", group_id, task_name, len(done))
-                harness = await asyncio.to_thread(self._store.harness_of, group_id)  # whatever the shares are now
-                groups.create_task(self._run_group(_Group(group_id, self._task_named(task_name), harness), done))
+        if lost := await asyncio.to_thread(self._store.close_lost):
+            log.info("%d rollouts were under way when the last runner ended", lost)
+        if self._config.forget_quarantine:
+            await asyncio.to_thread(self._store.release_all)
+        await self._until_engine_is_ours()
+        async with asyncio.TaskGroup() as jobs:
+            for group_id, task_name, _ in await asyncio.to_thread(self._store.unfinished_groups):
+                self._start(jobs, await self._continued(group_id, task_name))
+            jobs.create_task(self._cancel_stale())
+            if self._evaluator is not None:
+                jobs.create_task(self._evaluator.run())
             while True:
                 await self._until_wanted()
                 group_id = await asyncio.to_thread(self._store.next_group_id)
-                task = task_of_group(group_id, self._tasks, self._config.seed)
-                harness = self._harness_of(group_id, task)
+                task, harness = await self._drawn(group_id)
                 await asyncio.to_thread(self._store.open_group, group_id, task.name, harness)
-                self._next = None
-                groups.create_task(self._run_group(_Group(group_id, task, harness), []))
+                self._needs.expect(None)
+                self._start(jobs, Group(group_id, task, harness, self._config.group_size))
 
-    def _task_named(self, name: str) -> Task:
-        for task in self._tasks:
-            if task.name == name:
-                return task
-        raise TaskError(f"the run has an unfinished group of task {name!r}, which is gone from the tasks: put it back")
+    async def _until_engine_is_ours(self) -> None:
+        """Until the learner has published: before that even a continued run's engine has the weights of no policy."""
+        while (versions := await asyncio.to_thread(self._store.versions)).engine == 0:
+            await asyncio.sleep(POLL_S)
+        self._versions = versions
+
+    def _start(self, jobs: asyncio.TaskGroup, group: Group) -> None:
+        self._running[group] = jobs.create_task(self._run_group(group))
+
+    async def _continued(self, group_id: int, task_name: str) -> Group:
+        if task_name not in self._tasks:
+            raise TaskError(
+                f"the run has an unfinished group of task {task_name!r}, which is gone from the tasks: put it back"
+            )
+        harness = await asyncio.to_thread(self._store.harness_of, group_id)  # whatever the shares are now
+        results = await asyncio.to_thread(self._store.results_by_slot, group_id)
+        log.info("group %d (%s) continues: %d of its rollouts are finished", group_id, task_name, len(results))
+        group = Group(group_id, self._tasks[task_name], harness, self._config.group_size)
+        for slot, result in results.items():
+            group.note(result)
+            group.finish(slot, result)
+        return group
+
+    async def _drawn(self, group_id: int) -> tuple[Task, str]:
+        task = await asyncio.to_thread(self._curriculum.draw, group_id)
+        return task, self._harness_of(group_id, task)
 
     async def _until_wanted(self) -> None:
-        """Wait until a policy is published, the run wants another group, and there is room and a free slot for it."""
+        """Wait until the learner could use another group (`admission`), and there is a free place for it."""
         while True:
-            version = await asyncio.to_thread(self._store.policy_version)
+            self._versions = await asyncio.to_thread(self._store.versions)
             counts = await asyncio.to_thread(self._store.group_counts)
-            open_groups = counts.get("running", 0) + counts.get("ready", 0)
-            left = self._num_groups - counts.get("trained", 0)
-            if version > 0 and open_groups < min(self._max_open_groups, left) and not self._slots.locked():
+            wanted = may_open(self._schedule, self._versions, counts) and not self._slots.all_taken
+            if wanted and (self._evaluator is None or await self._evaluator.due() is None):
                 return
-            if self._next is None and open_groups < left:
-                group_id = await asyncio.to_thread(self._store.next_group_id)
-                task = task_of_group(group_id, self._tasks, self._config.seed)
-                self._next = (task, self._harness_of(group_id, task), self._config.group_size)
-                self._replan()
+            if not self._needs.has_next and num_open(counts) < num_left(self._schedule, counts):
+                task, harness = await self._drawn(await asyncio.to_thread(self._store.next_group_id))
+                self._needs.expect((task, harness, self._config.group_size))
             await asyncio.sleep(POLL_S)
 
-    def _replan(self) -> None:
-        needs = list(self._boxless.values()) + ([self._next] if self._next else [])
-        self._plan([need for need in needs if need[-1] > 0])
+    async def _cancel_stale(self) -> None:
+        """End running groups that every later step would find too old: their places are for fresh ones."""
+        while True:
+            self._versions = versions = await asyncio.to_thread(self._store.versions)
+            for group, running in self._running.items():
+                if not group.is_stale and is_too_old(self._schedule, versions, group.oldest_version()):
+                    group.is_stale = True
+                    log.info(
+                        "group %d (%s) is cancelled: sampled since v%s, the next step is of v%d",
+                        group.group_id,
+                        group.task.name,
+                        group.oldest_version(),
+                        versions.step,
+                    )
+                    running.cancel()
+            await asyncio.sleep(POLL_S)
 
-    def _change_boxless(self, group: _Group, by: int) -> None:
-        *_, count = self._boxless.get(group.group_id, (None, None, 0))
-        self._boxless[group.group_id] = (group.task, group.harness, count + by)
-        self._replan()
-
-    async def _run_group(self, group: _Group, done: Sequence[int]) -> None:
-        missing = [slot for slot in range(self._config.group_size) if slot not in done]
-        self._change_boxless(group, len(missing))
-        async with asyncio.TaskGroup() as slots:
-            for slot in missing:
-                slots.create_task(self._run_slot(group, slot))
-        await asyncio.to_thread(self._store.group_ready, group.group_id)
-        del self._boxless[group.group_id]
-        log.info("group %d (%s) is ready", group.group_id, group.task.name)
-
-    async def _run_slot(self, group: _Group, slot: int) -> None:
-        for attempt in range(self._config.infra_retries + 1):
-            queued_at = time.monotonic()
-            async with self._slots:
-                queued_s = time.monotonic() - queued_at
-                hopeless = group.num_setup_failed >= self._config.setup_tries
-                result = await self._run_attempt(group, slot, attempt, hopeless=hopeless)
-            result.stages_s = {"queue": queued_s, **result.stages_s}
-            group.note(result)
-            last = attempt == self._config.infra_retries or group.num_setup_failed >= self._config.setup_tries
-            final = result.outcome is not Outcome.INFRA_FAILED or last
-            await asyncio.to_thread(self._store.finish_rollout, result, final=final)
-            self._report(result)
-            if not hopeless:
-                self._judge_loop(result)
-            if final:
-                return
-            self._change_boxless(group, 1)
-            await asyncio.sleep(RETRY_BACKOFF_S * 2**attempt)
-
-    async def _run_attempt(self, group: _Group, slot: int, attempt: int, *, hopeless: bool) -> RolloutResult:
-        # The id is new for every attempt, also after a restart: a session is single-use.
-        rollout_id = f"g{group.group_id:05d}-{slot}-{uuid.uuid4().hex[:8]}"
-        await asyncio.to_thread(self._store.start_rollout, rollout_id, group.group_id, slot, attempt)
-        waits_for_box = True
-
-        def has_box() -> None:
-            nonlocal waits_for_box
-            if waits_for_box:
-                waits_for_box = False
-                self._change_boxless(group, -1)
-
-        job = Job(rollout_id, group.group_id, attempt, group.task, has_box, group.harness)
+    async def _run_group(self, group: Group) -> None:
         try:
-            return group.given_up(job) if hopeless else await self._attempt(job)
+            await self._slots.fill(group)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            assert current is not None
+            if not group.is_stale or current.uncancel() > 0:  # the whole run is being stopped
+                raise
         finally:
-            has_box()  # or needs none any more
+            self._running.pop(group, None)
+        await self._judge(group)
 
-    def _report(self, result: RolloutResult) -> None:
-        log.info(
-            "rollout %s (%s): %s, reward %s, %d turns, %s%s",
-            result.rollout_id,
-            result.task,
-            result.outcome,
-            "none" if result.reward is None else f"{result.reward:.3f}",
-            result.num_turns,
-            " ".join(f"{stage} {seconds:.1f}s" for stage, seconds in result.stages_s.items()),
-            f" -- {result.detail}" if result.detail else "",
-        )
-
-    def _judge_loop(self, result: RolloutResult) -> None:
-        if result.outcome is not Outcome.INFRA_FAILED:
-            self._consecutive_infra = 0
+    async def _judge(self, group: Group) -> None:
+        unfit = Unfit.STALE if group.is_stale else group.unfit(self._config)
+        if group.got_sandbox:
+            await asyncio.to_thread(self._store.setup_worked, group.task.name)
+        if unfit is None:
+            await asyncio.to_thread(self._store.group_ready, group.group_id)
+            self._dropped_in_a_row.clear()
+            log.info("group %d (%s) is ready", group.group_id, group.task.name)
             return
-        self._consecutive_infra += 1
-        if self._consecutive_infra >= self._config.max_consecutive_infra:
+        await asyncio.to_thread(self._store.mark_dropped, group.group_id, unfit)
+        log.info("group %d (%s) is dropped: %s %s", group.group_id, group.task.name, unfit, group.reason)
+        if unfit is Unfit.SETUP_FAILED:
+            await self._note_setup_failure(group)
+        self._dropped_in_a_row[unfit] += 1
+        if self._dropped_in_a_row.total() >= self._schedule.max_dropped_in_a_row:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in self._dropped_in_a_row.most_common())
             raise TrainingFailed(
-                f"the last {self._consecutive_infra} rollouts all failed for infra reasons; the last: {result.detail}"
+                f"{self._dropped_in_a_row.total()} groups in a row were dropped before the learner had them ({reasons};"
+                f" last task: {group.task.name}). {_ADVICE[unfit]}"
             )
 
+    async def _note_setup_failure(self, group: Group) -> None:
+        after = self._config.quarantine_after
+        if await asyncio.to_thread(self._store.setup_failed, group.task.name, group.reason, after):
+            log.warning("task %s is quarantined after %d groups: %s", group.task.name, after, group.reason)
 
-@dataclass(slots=True)
-class _Group:
-    """What the slots of one group tell each other: a sandbox that cannot be had is tried for only so often."""
 
-    group_id: int
-    task: Task
-    harness: str  # one agent for all its rollouts: they share a baseline
-    num_setup_failed: int = 0
-    reason: str = ""
-
-    def note(self, result: RolloutResult) -> None:
-        if result.setup_failed:
-            self.num_setup_failed += 1
-            self.reason = self.reason or result.detail
-
-    def given_up(self, job: Job) -> RolloutResult:
-        result = RolloutResult(
-            job.rollout_id, job.group_id, job.task.name, self.harness, job.attempt, Outcome.INFRA_FAILED, None
-        )
-        result.failed_stage, result.setup_failed = "prepare", True
-        result.detail = f"not tried, because earlier tries of its group failed: {self.reason}"
-        return result
+_ADVICE = {
+    Unfit.TOO_FEW_SCORED: "Look at the rollouts' outcomes (`harness-trainer traces ls`); rollouts.min_group and"
+    " rollouts.max_refills say how many must be scored.",
+    Unfit.SETUP_FAILED: "Mend the tasks: no sandbox can be had for them (`harness-trainer tasks check` tries them).",
+    Unfit.STALE: "Raise learner.max_staleness, or lower rollouts.timeout_s: rollouts take longer than several steps.",
+}

@@ -1,12 +1,13 @@
 """Gives a finished rollout to a person's reward function, where the run has one.
 
-Owns what the function is shown of a rollout and what its answer changes: the reward, and nothing of the outcome. Called
-by `rollout`.
+Owns what the function is shown of a rollout and what its answer changes: the reward, and nothing of the outcome; and
+the sum that `reward_weights` makes of a verifier's named rewards. Called by `rollout` and, for the sum, by `slots`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from capture_proxy.types import Capture
 from harness_trainer.rewards.custom import RewardFunction
@@ -18,6 +19,7 @@ from harness_trainer.rewards.outcome import (
     num_failures,
     trace_entries,
 )
+from harness_trainer.rewards.turns import TurnRewards, by_turn
 from harness_trainer.rollouts.types import RolloutResult
 
 
@@ -33,6 +35,17 @@ async def score(result: RolloutResult, capture: Capture, reward: RewardFunction)
     result.reward = scored.reward
     if scored.finding:
         result.findings.append(f"reward: {scored.finding}")
+    if scored.turn_rewards:
+        judge_turns(result, capture, scored.turn_rewards, "reward")
+
+
+def judge_turns(result: RolloutResult, capture: Capture, rewards: TurnRewards, who: str) -> None:
+    """Rewards of single turns, where they fit the agent's calls; `who` gave them."""
+    try:
+        result.turn_rewards = by_turn(rewards, capture)
+    except ValueError as error:
+        result.turn_rewards = {}
+        result.findings.append(f"{who}: warning turn_rewards_unusable: {error}")
 
 
 def outcome_of(result: RolloutResult, capture: Capture) -> HarnessRolloutOutcome:
@@ -54,4 +67,19 @@ def outcome_of(result: RolloutResult, capture: Capture) -> HarnessRolloutOutcome
         stages_s=dict(result.stages_s),
         findings=list(result.findings),
         rewards=dict(result.rewards),
+    )
+
+
+def weigh(result: RolloutResult, weights: Mapping[str, float]) -> None:
+    """Partial credit: the reward becomes the weighted sum of the named ones. A named one that is missing is no zero."""
+    if not weights or result.reward is None:
+        return
+    missing = [name for name in weights if name not in result.rewards]
+    if not missing:
+        result.reward = sum(weight * result.rewards[name] for name, weight in weights.items())
+        return
+    result.reward = None
+    given = ", ".join(result.rewards) or "none"
+    result.findings.append(
+        f"reward: warning reward_missing: the tests gave no {', '.join(missing)} to weigh (named rewards: {given})"
     )

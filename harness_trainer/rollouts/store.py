@@ -7,53 +7,16 @@ Every method is one short transaction and may be called from any thread; in `asy
 
 from __future__ import annotations
 
-import sqlite3
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import orjson
 import zstandard
 
-from harness_trainer.errors import RunDirError
+from harness_trainer.rollouts.policy_records import PolicyRecords, forget_evaluations, step_taken
+from harness_trainer.rollouts.store_file import get_state
 from harness_trainer.rollouts.types import Outcome, RolloutResult
-
-# Schema 1 kept the trace inside `result`, as plain JSON; such rows are read as they are.
-SCHEMA_VERSION = 2
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS run_state (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS rollout_groups (
-    group_id INTEGER PRIMARY KEY,
-    task TEXT NOT NULL,
-    harness TEXT NOT NULL,
-    state TEXT NOT NULL,           -- running, ready, trained, dropped
-    start_version INTEGER NOT NULL,
-    created_at REAL NOT NULL,
-    ready_at REAL,
-    trained_step INTEGER,
-    reason TEXT
-);
-CREATE TABLE IF NOT EXISTS rollouts (
-    rollout_id TEXT PRIMARY KEY,
-    group_id INTEGER NOT NULL REFERENCES rollout_groups(group_id),
-    slot INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    started_at REAL NOT NULL,
-    finished_at REAL,
-    final INTEGER NOT NULL DEFAULT 0, -- 1 = this attempt stands for its slot
-    outcome TEXT,
-    reward REAL,
-    result BLOB                       -- JSON, zstd
-);
--- Apart from the result: a list of rollouts is wanted often, and its megabytes of tokens are not.
-CREATE TABLE IF NOT EXISTS rollout_traces (rollout_id TEXT PRIMARY KEY, trace BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts(group_id);
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,57 +28,8 @@ class StoredGroup:
     results: list[RolloutResult]
 
 
-class RolloutStore:
+class RolloutStore(PolicyRecords):
     """One connection to the run's store. Raises RunDirError when the file cannot be used or written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        with _mapped(path):
-            self._db = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_TABLES)
-        found = self.state("rollout_schema")
-        if found in (None, "1"):
-            self.set_state("rollout_schema", str(SCHEMA_VERSION))
-        elif int(found) != SCHEMA_VERSION:
-            raise RunDirError(
-                f"{path} was written with rollout schema {found}, this version reads {SCHEMA_VERSION}: "
-                "use the harness-trainer that wrote it, or another --run-dir"
-            )
-
-    def close(self) -> None:
-        self._db.close()
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, _mapped(self._path):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-
-    def _read(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
-        with self._lock, _mapped(self._path):
-            return self._db.execute(sql, args).fetchall()
-
-    # -- run state -----------------------------------------------------------------------------------------------
-
-    def state(self, key: str) -> str | None:
-        rows = self._read("SELECT value FROM run_state WHERE key = ?", key)
-        return rows[0][0] if rows else None
-
-    def set_state(self, key: str, value: str) -> None:
-        with self._write() as db:
-            db.execute("INSERT OR REPLACE INTO run_state VALUES (?, ?)", (key, value))
-
-    def policy_version(self) -> int:
-        """The newest version that was published to the engine; 0 = none yet."""
-        return int(self.state("policy_version") or 0)
 
     # -- the runner's side ---------------------------------------------------------------------------------------
 
@@ -124,16 +38,12 @@ class RolloutStore:
             db.execute(
                 "INSERT INTO rollout_groups (group_id, task, harness, state, start_version, created_at)"
                 " VALUES (?, ?, ?, 'running', ?, ?)",
-                (group_id, task, harness, self._version_inside(db), time.time()),
+                (group_id, task, harness, int(get_state(db, "policy_version") or 0), time.time()),
             )
 
-    @staticmethod
-    def _version_inside(db: sqlite3.Connection) -> int:
-        found = db.execute("SELECT value FROM run_state WHERE key = 'policy_version'").fetchone()
-        return int(found[0]) if found else 0
-
     def next_group_id(self) -> int:
-        return int(self._read("SELECT COALESCE(MAX(group_id), -1) + 1 FROM rollout_groups")[0][0])
+        """Of training groups, which are counted from 0."""
+        return int(self._read("SELECT MAX(-1, COALESCE(MAX(group_id), -1)) + 1 FROM rollout_groups")[0][0])
 
     def unfinished_groups(self) -> list[tuple[int, str, list[int]]]:
         """After a restart: (group id, task, slots that have a final result) of every group still running."""
@@ -169,10 +79,19 @@ class RolloutStore:
             if trace is not None:
                 db.execute("INSERT OR REPLACE INTO rollout_traces VALUES (?, ?)", (result.rollout_id, trace))
 
+    def close_lost(self) -> int:
+        """At the start of a runner: attempts of one that was killed will never end. Returns how many there were."""
+        with self._write() as db:
+            return db.execute(
+                "UPDATE rollouts SET finished_at = ?, outcome = ? WHERE finished_at IS NULL",
+                (time.time(), Outcome.CANCELLED),
+            ).rowcount
+
     def group_ready(self, group_id: int) -> None:
         with self._write() as db:
             db.execute(
-                "UPDATE rollout_groups SET state = 'ready', ready_at = ? WHERE group_id = ?", (time.time(), group_id)
+                "UPDATE rollout_groups SET state = 'ready', ready_at = ? WHERE group_id = ? AND state = 'running'",
+                (time.time(), group_id),
             )
 
     # -- the learner's side --------------------------------------------------------------------------------------
@@ -192,12 +111,19 @@ class RolloutStore:
             _load(*row) for row in self._read(f"{_RESULTS} WHERE group_id = ? AND final = 1 ORDER BY slot", group_id)
         ]
 
+    def results_by_slot(self, group_id: int) -> dict[int, RolloutResult]:
+        """What stands for each slot that is over, refills included."""
+        sql = "SELECT slot, result, trace FROM rollouts LEFT JOIN rollout_traces USING (rollout_id)"
+        rows = self._read(f"{sql} WHERE group_id = ? AND final = 1", group_id)
+        return {slot: _load(body, trace) for slot, body, trace in rows}
+
     def mark_trained(self, group_ids: list[int], step: int) -> None:
         with self._write() as db:
             db.executemany(
                 "UPDATE rollout_groups SET state = 'trained', trained_step = ? WHERE group_id = ?",
                 [(step, gid) for gid in group_ids],
             )
+            step_taken(db)
 
     def mark_dropped(self, group_id: int, reason: str) -> None:
         with self._write() as db:
@@ -206,6 +132,7 @@ class RolloutStore:
     def rewind(self, step: int) -> int:
         """Continue from a checkpoint after `step`: later trained groups wait again. Returns how many."""
         with self._write() as db:
+            forget_evaluations(db, step)
             return db.execute(
                 "UPDATE rollout_groups SET state = 'ready', trained_step = NULL"
                 " WHERE state = 'trained' AND trained_step > ?",
@@ -227,7 +154,28 @@ class RolloutStore:
         return dict(self._read(sql, *args))
 
     def group_counts(self) -> dict[str, int]:
-        return dict(self._read("SELECT state, COUNT(*) FROM rollout_groups GROUP BY state"))
+        """Training groups by state."""
+        return dict(self._read("SELECT state, COUNT(*) FROM rollout_groups WHERE evaluation IS NULL GROUP BY state"))
+
+    def drop_counts(self) -> dict[str, int]:
+        """Groups that will never be trained, by reason, over the whole run."""
+        sql = (
+            "SELECT COALESCE(reason, '?'), COUNT(*) FROM rollout_groups"
+            " WHERE state = 'dropped' AND evaluation IS NULL GROUP BY 1 ORDER BY 2 DESC"
+        )
+        return dict(self._read(sql))
+
+    def fate(self, group_id: int) -> tuple[str, str | None]:
+        """The group's state, and why it was dropped (None = it was not). Raises KeyError."""
+        rows = self._read("SELECT state, reason FROM rollout_groups WHERE group_id = ?", group_id)
+        if not rows:
+            raise KeyError(group_id)
+        return rows[0][0], rows[0][1]
+
+    def trained_step(self, group_id: int) -> int | None:
+        """The optimizer step, from 1, that trained the group; None = none did."""
+        rows = self._read("SELECT trained_step FROM rollout_groups WHERE group_id = ?", group_id)
+        return rows[0][0] if rows else None
 
     def trained_results(self, step: int) -> list[RolloutResult]:
         sql = "SELECT group_id FROM rollout_groups WHERE trained_step = ? ORDER BY group_id"
@@ -249,16 +197,6 @@ class RolloutStore:
         """Finished attempts whose id starts with `prefix`."""
         sql = f"{_RESULTS} WHERE result IS NOT NULL AND substr(rollout_id, 1, ?) = ?"
         return [_load(*row) for row in self._read(sql, len(prefix), prefix)]
-
-
-@contextmanager
-def _mapped(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise RunDirError(
-            f"the run's store {path} failed: {error}; free disk space or use another --run-dir"
-        ) from error
 
 
 _RESULTS = "SELECT result, trace FROM rollouts LEFT JOIN rollout_traces USING (rollout_id)"

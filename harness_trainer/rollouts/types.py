@@ -19,6 +19,7 @@ class Outcome(enum.StrEnum):
     AGENT_FAILED = "agent_failed"  # the agent exited with an error of its own; still verified
     INFRA_FAILED = "infra_failed"  # sandbox, engine, network or verifier machinery failed; reward None
     CAPTURE_INVALID = "capture_invalid"  # nothing in the capture may be trained on; reward kept, rows empty
+    CANCELLED = "cancelled"  # ended by us: its group had become too old, or the run was stopped; reward None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class RolloutResult:
     setup_failed: bool = False  # the task's sandbox cannot be had: another try of the same task fails alike
     warm: bool | None = None  # whether the sandbox had been started ahead of need; None = there was none
     rewards: dict[str, float] = field(default_factory=dict)  # by name, as the tests gave them
+    turn_rewards: dict[str, float | None] = field(default_factory=dict)  # by turn id, in order; None = not judged
     findings: list[str] = field(default_factory=list)
     exit_code: int | None = None  # the agent's, 128 + N = ended by signal N; None = it did not run, or was ended by us
     timed_out: bool = False  # the agent was still at work at its time limit

@@ -209,6 +209,62 @@ async def test_a_call_that_was_under_way_before_the_fault_does_not_hide_it(tmp_p
         assert (await gw.admin.session("s1")).last_fault == "EngineError: boom"
 
 
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_later_refusal_does_not_replace_the_limit_that_came_first(tmp_path: Path, restart: bool) -> None:
+    engine = ScriptedEngine(["a long answer"])
+    async with served(engine, tmp_path / "s.sqlite") as gw:
+        session = await gw.mint(max_turns=1, max_total_tokens=6)
+        reply = await gw.openai(session).chat.completions.create(model="m", messages=USER)
+        assert reply.choices[0].finish_reason == "length"
+        if not restart:
+            with pytest.raises(openai.PermissionDeniedError, match="its 1 calls"):
+                await gw.openai(session).chat.completions.create(model="m", messages=said("more"))
+    async with served(engine, tmp_path / "s.sqlite") as gw:
+        with pytest.raises(openai.PermissionDeniedError, match="its 1 calls"):
+            await gw.openai(session).chat.completions.create(model="m", messages=said("more"))
+        assert (await gw.admin.session("s1")).limit_hit == "max_total_tokens"
+
+
+async def test_a_call_that_ends_at_a_limit_does_not_replace_the_one_that_came_first(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def hold(piece: int) -> None:
+        await gate.wait()
+
+    engine = ScriptedEngine(["a long answer"], hold=hold)
+    async with served(engine, tmp_path / "s.sqlite") as gw:
+        async with gw.http(await gw.mint(max_turns=1, max_total_tokens=6)) as http:
+            slow = asyncio.create_task(http.post(CHAT, json={"model": "m", "messages": USER}))
+            await until(lambda: engine.in_flight)
+            assert (await http.post(CHAT, json={"model": "m", "messages": said("more")})).status_code == 403
+            gate.set()
+            assert (await slow).json()["choices"][0]["finish_reason"] == "length"
+        assert (await gw.admin.session("s1")).limit_hit == "max_turns"
+
+
+async def test_a_window_that_the_agent_got_past_leaves_the_limit_that_was_hit_after_it(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def hold(piece: int) -> None:
+        await gate.wait()
+
+    engine = ScriptedEngine(["slow"], faults={0: PromptTooLong("too long")}, hold=hold)
+    async with served(engine, tmp_path / "s.sqlite") as gw:
+        async with gw.http(await gw.mint(max_turns=1)) as http:
+
+            async def ask(text: str) -> httpx.Response:
+                return await http.post(CHAT, json={"model": "m", "messages": said(text), "tools": TOOLS})
+
+            assert (await ask("too much")).status_code == 400
+            slow = asyncio.create_task(ask("slow"))
+            await until(lambda: engine.in_flight)
+            assert (await ask("one more")).status_code == 403
+            assert (await gw.admin.session("s1")).limit_hit == "context_length"
+            gate.set()
+            assert (await slow).status_code == 200
+        assert (await gw.admin.session("s1")).limit_hit == "max_turns"
+
+
 async def test_a_request_of_the_agents_that_the_engine_refuses_is_no_fault(tmp_path: Path) -> None:
     from capture_proxy.errors import BadRequest
 

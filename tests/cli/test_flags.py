@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from harness_trainer.cli.flags import add_flags, resolve
+from harness_trainer.config import RunConfig
 from harness_trainer.errors import ConfigError
 
 
@@ -149,3 +150,11 @@ def test_a_wrong_value_or_kind_names_the_flag():
         chosen("--box", "far", "--box.size", "0")
     with pytest.raises(ConfigError, match=r"--box"):
         chosen("--box", "nowhere")
+
+
+def test_settings_that_do_not_go_together_are_told_in_their_own_words():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, RunConfig, {})
+    given = parser.parse_args(["--learner.objective.loss", "gspo"])
+    with pytest.raises(ConfigError, match=r"^learner\.objective: gspo.* set aggregation to rollout_mean$"):
+        resolve(RunConfig, given, {}, None)

@@ -1,9 +1,11 @@
 """Harness adapters are data: every shipped one renders, a user's own file works, and mistakes are named."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from harness_trainer import harnesses
 from harness_trainer.errors import ConfigError
 from harness_trainer.harnesses import load_harness, shipped
 from harness_trainer.harnesses.base import PLACEHOLDERS, render, render_env, render_files
@@ -23,6 +25,12 @@ def test_every_shipped_adapter_renders_completely(name):
     assert "<base_url>" in text, "the agent must be pointed at the gateway"
 
 
+@pytest.mark.parametrize("name", shipped())
+def test_an_agent_is_a_short_file(name):
+    file = Path(harnesses.__file__).parent / f"{name}.yaml"
+    assert len(file.read_text(encoding="utf-8").splitlines()) < 60
+
+
 def test_opencode_config_is_json_with_numbers_where_opencode_wants_numbers():
     env = render_env(load_harness("opencode"), VALUES)
     config = json.loads(env["OPENCODE_CONFIG_CONTENT"])
@@ -39,6 +47,18 @@ def test_small_variant_changes_only_what_it_says():
     assert small["agent"]["build"]["tools"]["*"] is False
     assert small["agent"]["title"] == full["agent"]["title"]
     assert small["provider"] == full["provider"]
+
+
+def test_the_small_gemini_cli_has_another_system_prompt_and_two_tools_and_is_else_the_same():
+    small, full = (load_harness(name) for name in ("gemini-cli-small", "gemini-cli"))
+    path = "/home/.gemini/settings.json"
+    ours, plain = (json.loads(render_files(harness, VALUES)[path]) for harness in (small, full))
+    assert ours["tools"].pop("core") == ["run_shell_command", "write_file"]
+    del plain["tools"]["core"]
+    assert ours == plain
+    assert render_env(small, VALUES) == {**render_env(full, VALUES), "GEMINI_SYSTEM_MD": "<home>/.gemini/system.md"}
+    assert set(render_files(small, VALUES)) == {path, "/home/.gemini/system.md"}
+    assert small.argv == full.argv and small.install == full.install
 
 
 def test_unknown_harness_names_the_known_ones():

@@ -34,7 +34,6 @@ CALLS = {
     "grok-cli": ("bash", {"command": COMMAND}),
 }
 needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not on PATH, no agent can be installed")
-INTERCEPTED = [name for name in CALLS if name != "nanocoder"]  # which ignores proxy settings
 NODE = [name for name in CALLS if name != "cline"]
 
 
@@ -58,7 +57,7 @@ def test_the_token_stands_in_one_place_and_never_in_the_command(name):
     assert written.count("<token>") == 1
 
 
-@pytest.mark.parametrize("name", INTERCEPTED)
+@pytest.mark.parametrize("name", CALLS)
 def test_behind_interception_no_base_url_is_left(name):
     harness = entered(load_harness(name), "intercept")
     rendered = [render(part, VALUES) for part in harness.argv]
@@ -291,7 +290,7 @@ async def test_a_real_agent_works_in_a_container_that_has_no_node(name, tmp_path
 @all_agents
 @needs_mitmproxy
 @pytest.mark.real_agent
-@pytest.mark.parametrize("name", INTERCEPTED)
+@pytest.mark.parametrize("name", CALLS)
 async def test_a_real_agent_works_without_a_base_url(name, tmp_path):
     await writes_a_file(name, tmp_path, harness=entered(load_harness(name), "intercept"))
 

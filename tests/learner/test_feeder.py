@@ -8,6 +8,7 @@ import pytest
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.learner.feeder import FeederOptions, GroupFeeder
 from harness_trainer.learner.group_source import TrainGroup
+from harness_trainer.learner.objective_config import ObjectiveConfig
 from harness_trainer.learner.rows import Row
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
@@ -61,9 +62,10 @@ def group(group_id, rewards, rows=None):
     return TrainGroup(group_id, "task", results, [[row()] for _ in rewards] if rows is None else rows)
 
 
-def feeder(source, **changes):
-    options = {"groups_per_step": 1, "token_budget": 100, "max_staleness": 2, "advantage_scale": "none"}
-    fed = GroupFeeder(source, FeederOptions(**(options | changes)))
+def feeder(source, objective=None, **changes):
+    options = {"groups_per_step": 1, "token_budget": 100, "max_staleness": 2}
+    objective = ObjectiveConfig(**({"advantage": "group_mean"} | (objective or {})))
+    fed = GroupFeeder(source, FeederOptions(**(options | changes), objective=objective))
     fed.update_model_version(1)
     return fed
 
@@ -138,3 +140,114 @@ def test_a_dead_source_ends_the_wait_with_its_own_error():
 def test_a_reward_that_is_no_number_is_refused_with_the_rollout_id(reward):
     with pytest.raises(TrainingFailed, match="rollout r0-1 "):
         feeder(Source(group(0, [1, reward, 0]))).next_step()
+
+
+def cut(group_, *indices):
+    """The same group with these rollouts ended by a limit."""
+    for index in indices:
+        group_.results[index].outcome = Outcome.TRUNCATED
+    return group_
+
+
+def test_a_masked_truncated_rollout_is_not_trained_but_its_reward_counts():
+    source = Source(cut(group(0, [1.0, 0.0, 0.5, 0.5]), 1))
+    batch = feeder(source, {"truncated": "mask"}).next_step()
+    assert [sample["advantage"] for sample in batch.samples] == [0.5, 0, 0]
+    assert batch.num_masked == 1 and batch.rewards == [1.0, 0.0, 0.5, 0.5]
+
+
+def test_a_truncated_rollout_is_trained_like_others_unless_told_otherwise():
+    batch = feeder(Source(cut(group(0, [1.0, 0.0]), 1))).next_step()
+    assert [sample["advantage"] for sample in batch.samples] == [0.5, -0.5]
+    assert batch.num_masked == 0
+
+
+def test_a_penalty_comes_before_the_baseline_and_not_into_the_reported_rewards():
+    source = Source(cut(group(0, [1.0, 1.0]), 1))
+    batch = feeder(source, {"truncated": "penalize", "truncation_penalty": 0.5}).next_step()
+    assert [sample["advantage"] for sample in batch.samples] == [0.25, -0.25]
+    assert batch.rewards == [1.0, 1.0]
+
+
+def test_a_masked_rollout_that_was_not_scored_is_not_counted_as_masked():
+    batch = feeder(Source(cut(group(0, [None, 1.0, 0.0]), 0)), {"truncated": "mask"}).next_step()
+    assert batch.num_masked == 0
+
+
+def test_a_penalty_never_makes_a_reward_of_none():
+    source = Source(cut(group(0, [None, 1.0, 0.0]), 0))
+    batch = feeder(source, {"truncated": "penalize", "truncation_penalty": 0.5}).next_step()
+    assert [sample["advantage"] for sample in batch.samples] == [0.5, -0.5]
+
+
+def test_a_group_whose_only_signal_is_masked_is_dropped():
+    source = Source(cut(group(0, [1.0, 0.0]), 0, 1), group(1, [1, 0]))
+    batch = feeder(source, {"truncated": "mask"}).next_step()
+    assert batch.group_ids == [1] and source.dropped == [(0, "no_trainable_rows")]
+
+
+def test_with_a_global_baseline_a_group_of_equals_is_compared_with_the_others():
+    source = Source(group(0, [1, 1]), group(1, [0, 0]))
+    batch = feeder(source, {"advantage": "global"}, groups_per_step=2).next_step()
+    assert [s["advantage"] for s in batch.samples] == pytest.approx([1, 1, -1, -1])
+    assert source.dropped == []
+
+
+def test_a_whole_step_of_equals_is_dropped_and_replaced():
+    source = Source(group(0, [1, 1]), group(1, [1, 1]), group(2, [1, 0]), group(3, [1, 1]))
+    batch = feeder(source, {"advantage": "global"}, groups_per_step=2).next_step()
+    assert batch.group_ids == [2, 3]
+    assert source.dropped == [(0, "no_spread"), (1, "no_spread")] and batch.dropped == {"no_spread": 2}
+
+
+def test_steps_of_equals_without_end_stop_the_run():
+    source = Source(*[group(i, [1, 1]) for i in range(20)])
+    with pytest.raises(TrainingFailed, match="no_spread 6"):
+        feeder(source, {"advantage": "global"}, groups_per_step=2, max_dropped_in_a_row=6).next_step()
+
+
+def two_turns(version=1):
+    """ids 0 1 | 2 3 (turn a) | 4 | 5 (turn b)."""
+    made = row(version, num_sampled=4)
+    made.mask_N[4], made.logprobs_N[4], made.versions_N[4] = 0, 0.0, -1
+    made.turn_ids[:] = ["a", "b"]
+    made.turn_spans[:] = [(2, 4), (5, 6)]
+    return made
+
+
+def test_turn_rewards_give_each_turn_an_advantage_of_its_own():
+    judged = group(0, [1.0, 0.0], rows=[[two_turns()], [two_turns()]])
+    judged.results[0].turn_rewards = {"a": 0.0, "b": 1.0}
+    judged.results[1].turn_rewards = {"a": 0.0, "b": None}
+    batch = feeder(Source(judged), {"turn_reward_weight": 3.0}).next_step()
+    # Mean 1/3: turn b of the first is worth 2/3, its turn a 2/3 - 1/3; turn a of the second -1/3.
+    assert batch.samples[0]["advantages"][[2, 3, 5]] == pytest.approx([1.5, 1.5, 2.5])
+    assert batch.samples[1]["advantages"][[2, 3, 5]] == pytest.approx([-1.5, -1.5, -0.5])
+
+
+def test_turn_rewards_without_a_weight_change_nothing():
+    judged = group(0, [1.0, 0.0], rows=[[two_turns()], [two_turns()]])
+    judged.results[0].turn_rewards = {"a": 0.0, "b": 1.0}
+    batch = feeder(Source(judged)).next_step()
+    assert set(batch.samples[0]["advantages"]) == {0.5}
+
+
+def test_turns_may_differ_where_the_outcomes_do_not():
+    judged = group(0, [1.0, 1.0], rows=[[two_turns()], [two_turns()]])
+    judged.results[0].turn_rewards = {"a": 1.0, "b": 0.0}
+    batch = feeder(Source(judged), {"turn_reward_weight": 1.0}).next_step()
+    assert batch.samples[0]["advantages"][[2, 3, 5]] == pytest.approx([0, 0, -0.5])
+    assert not batch.samples[1]["advantages"].any()
+
+
+def test_a_turns_reward_that_is_no_number_is_refused_with_the_rollout_id():
+    judged = group(0, [1.0, 0.0])
+    judged.results[1].turn_rewards = {"t": math.nan}
+    with pytest.raises(TrainingFailed, match="rollout r0-1 "):
+        feeder(Source(judged)).next_step()
+
+
+def test_each_rollout_of_a_step_has_a_number_that_its_rows_share():
+    source = Source(group(0, [1, 0], rows=[[row(), row()], [row()]]), group(1, [None, 1, 0]))
+    batch = feeder(source, groups_per_step=2).next_step()
+    assert [sample["rollout"] for sample in batch.samples] == [0, 0, 1, 2, 3]

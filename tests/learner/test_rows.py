@@ -262,9 +262,10 @@ def test_invariants_hold_for_any_interleaving(captured):
         assert row.num_trained > 0
         assert row.ids_N in [t.prompt_ids_P + t.completion_ids_T for t in captured.turns]
         expected_mask = [0] * n
-        for turn_id in row.turn_ids:
+        for turn_id, span in zip(row.turn_ids, row.turn_spans, strict=True):
             sampled = turns[turn_id]
             start, end = len(sampled.prompt_ids_P), len(sampled.prompt_ids_P) + len(sampled.completion_ids_T)
+            assert span == (start, end)
             assert row.ids_N[start:end] == sampled.completion_ids_T
             assert row.ids_N[:start] == sampled.prompt_ids_P
             assert row.logprobs_N[start:end] == [min(p, 0.0) for p in sampled.logprobs_T]

@@ -1,6 +1,7 @@
 """Real training steps of a tiny model on the CPU, with a stub group source and a recording weight transfer."""
 
 import json
+import math
 import shutil
 import threading
 from collections import deque
@@ -86,6 +87,9 @@ class PolicySource:
     def on_dropped(self, group_id, reason):
         self.events.append(("dropped", group_id, str(reason)))
 
+    def position(self):
+        return self.next_id, {"ready": 1}
+
     def next_group(self, timeout_s):
         rewards = [1.0, 0.0, 0.5] if self.scripted is None else self.scripted.popleft()
         group_id = self.next_id
@@ -120,7 +124,7 @@ class Run:
         self.source = PolicySource(model_path, self.transfer, **source_options)
         self.reports = []
 
-    def go(self, *, resume_from=None, base_version=0, on_step=None, **config):
+    def go(self, *, resume_from=None, base_version=0, on_step=None, temperature=1.0, **config):
         defaults = {"max_steps": 3, "learning_rate": 0.01, "groups_per_step": 2, "token_budget": 256, "device": "cpu"}
         run_learner(
             LearnerConfig(**(defaults | config)),
@@ -131,6 +135,7 @@ class Run:
             on_step=on_step or self.reports.append,
             resume_from=resume_from,
             base_version=base_version,
+            temperature=temperature,
         )
         return self
 
@@ -200,9 +205,12 @@ def test_checkpoints_remember_version_and_groups(trained):
     state = read_state(trained.output_dir / "checkpoint-2")
     assert (state.step, state.policy_version) == (2, 3)
     assert state.trained_groups == {1: [0, 1], 2: [2, 3]}
+    assert (state.next_group, state.group_counts) == (4, {"ready": 1})
 
 
-@pytest.mark.parametrize("missing", ["trainer_state.json", "harness_state.json", "optimizer.pt", "model.safetensors"])
+@pytest.mark.parametrize(
+    "missing", ["trainer_state.json", "harness_state.json", "optimizer.pt", "rng_state.pth", "model.safetensors"]
+)
 def test_a_checkpoint_that_was_cut_off_is_passed_over(trained, tmp_path, missing):
     for step in (2, 3):
         shutil.copytree(trained.output_dir / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
@@ -325,7 +333,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tiny_model, tmp
 
     def impossible_row(completion):
         made = row(completion)
-        made.logprobs_N[-1] = -1000.0
+        made.logprobs_N[-1] = math.nan
         return made
 
     run.source.row = impossible_row

@@ -2,102 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from stub_engine import StubEngine, serving
 
 from harness_trainer.errors import TrainingFailed
+from harness_trainer.learner.sync_config import VerifySync
 from harness_trainer.learner.weight_transfer import ShmWeightTransfer
 
 WEIGHTS = {"model.embed_tokens.weight": torch.arange(12.0).reshape(4, 3), "model.norm.weight": torch.ones(3)}
 
 
-@dataclass
-class StubEngine:
-    """Keeps vLLM's update state; `faults[path]` is a list of answers to give instead, `hang` = never answer."""
-
-    faults: dict[str, list[Any]] = field(default_factory=dict)
-    calls: list[str] = field(default_factory=list)
-    paused: bool = False
-    active: bool = False
-    version: str = "default"
-    loaded: dict[str, torch.Tensor] = field(default_factory=dict)
-    released: threading.Event = field(default_factory=threading.Event)
-    url: str = ""
-
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        self.calls.append(path)
-        if self.faults.get(path):
-            fault = self.faults[path].pop(0)
-            if fault == "hang":
-                self.released.wait()
-                return 200, {}
-            return fault  # type: ignore[no-any-return]
-        return self._behave(path, body)
-
-    def _behave(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if path == "pause":
-            self.paused = True
-        elif path == "resume":
-            self.paused = False
-        elif path == "start_weight_update":
-            if self.active:
-                return 409, {"error": {"message": "a weight update is already active"}}
-            self.active = True
-        elif path == "update_weights":
-            assert self.active
-            assert self.paused
-            self.loaded = load_file(body["update_info"]["path"])
-            assert sorted(self.loaded) == sorted(body["update_info"]["names"])
-        elif path == "finish_weight_update":
-            if not self.active:
-                return 500, {"error": {"message": "finish_weight_update called without a matching start"}}
-            self.active = False
-            self.version = body.get("weight_version") or self.version
-        elif path == "update_weight_version":
-            self.version = body["new_version"]
-        return 200, {"weight_version": self.version}
-
-
 @pytest.fixture
 def engine() -> Iterator[StubEngine]:
-    stub = StubEngine()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length) or b"null") or {}
-            status, answer = stub.answer(self.path.strip("/").partition("?")[0], body)
-            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_POST = do_GET
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    yield stub
-    stub.released.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(StubEngine()) as stub:
+        yield stub
 
 
 @pytest.fixture
@@ -132,7 +57,7 @@ def test_a_sync_loads_the_weights_under_the_version_and_leaves_nothing(
     assert all(torch.equal(engine.loaded[name], tensor) for name, tensor in WEIGHTS.items())
     assert not engine.paused
     assert list(shm.iterdir()) == []
-    assert sorted(transfer.last_timings) == ["load", "pause", "resume", "write"]
+    assert sorted(transfer.last_timings) == ["load", "pause", "resume", "verify", "write"]
 
 
 def test_the_engine_samples_on_while_the_weights_are_written(engine: StubEngine, transfer: ShmWeightTransfer) -> None:
@@ -180,6 +105,7 @@ def out_of_memory() -> tuple[int, Any]:
         ("update_weights", lambda: (502, b"<html>bad gateway</html>"), "502: <html>bad gateway"),
         ("update_weights", lambda: (422, {"detail": [{"msg": "field required"}]}), "field required"),
         ("update_weights", lambda: "hang", r"did not answer /update_weights within 1\.5 s"),
+        ("update_weights", lambda: (200, "trickle"), r"did not answer /update_weights within 2 s"),
         ("finish_weight_update", out_of_memory, "CUDA out of memory"),
         ("finish_weight_update", lambda: "hang", "did not answer /finish_weight_update"),
         ("weight_info", lambda: (200, {"weight_version": "v1"}), "says its weights are 'v1' after 'v7'"),
@@ -315,3 +241,82 @@ def test_weights_without_a_version_are_refused(engine: StubEngine, transfer: Shm
     with pytest.raises(TrainingFailed, match="next_version"):
         transfer.send_weights(WEIGHTS.items())
     assert engine.version == "v1"
+
+
+def test_weights_that_are_never_written_are_an_error_in_time(engine: StubEngine, shm: Path) -> None:
+    """A disk that hangs, or a gather whose peers are gone."""
+    transfer = ShmWeightTransfer(engine.url, directory=shm, write_timeout_s=0.3)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        engine.released.wait()
+        yield "a", torch.ones(1)
+
+    transfer.next_version(1)
+    with pytest.raises(TrainingFailed, match=r"the weights were not written within 0\.3 s"):
+        transfer.send_weights(weights())
+    transfer.destroy()
+    assert not engine.paused and "pause" not in engine.calls
+
+
+def test_each_version_is_announced_before_the_engine_can_know_it(engine: StubEngine, shm: Path) -> None:
+    announced: list[tuple[int, str]] = []
+    transfer = ShmWeightTransfer(
+        engine.url, directory=shm, announce=lambda version: announced.append((version, engine.version))
+    )
+    sync(transfer, 1)
+    sync(transfer, 2)
+    transfer.destroy()
+    assert announced == [(1, "default"), (2, "v1")]
+
+
+@pytest.mark.parametrize(("verify", "compared"), [("never", 0), ("start", 1), ("always", 3)])
+def test_weights_are_compared_when_the_config_says_so(
+    engine: StubEngine, shm: Path, verify: VerifySync, compared: int
+) -> None:
+    transfer = ShmWeightTransfer(engine.url, directory=shm, verify=verify)
+    for version in (1, 2, 3):
+        sync(transfer, version)
+    assert engine.calls.count("collective_rpc") == compared
+    transfer.compare_next()
+    sync(transfer, 4)
+    assert engine.calls.count("collective_rpc") == compared + 1
+    assert transfer.check.run() == {"loaded": len(WEIGHTS)}  # on demand, now
+    transfer.destroy()
+
+
+def test_an_engine_with_other_weights_is_named_by_tensor_and_never_trained_from(engine: StubEngine, shm: Path) -> None:
+    transfer = ShmWeightTransfer(engine.url, directory=shm, verify="start", cleanup_timeout_s=1.5)
+    engine.faults["collective_rpc"] = ["garble"]
+    with pytest.raises(TrainingFailed, match=r"'model\.embed_tokens\.weight' \(loaded\) differs from what was sent"):
+        sync(transfer, 1)
+    assert engine.version == "v1-partial" and not engine.paused
+    sync(transfer, 2)  # still due, and equal now
+    assert engine.calls.count("collective_rpc") == 2
+    transfer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((500, {"error": "no attribute harness_digests"}), "no attribute harness_digests.*--worker-extension-cls"),
+        ((200, {"results": [{}]}), "neither loaded nor received 'model.embed_tokens.weight'"),
+        ((200, {}), "neither loaded nor received"),
+    ],
+)
+def test_an_engine_that_cannot_compare_is_an_error_that_says_what_to_do(
+    engine: StubEngine, shm: Path, answer: tuple[int, Any], text: str
+) -> None:
+    transfer = ShmWeightTransfer(engine.url, directory=shm, verify="start", cleanup_timeout_s=1.5)
+    engine.faults["collective_rpc"] = [answer]
+    with pytest.raises(TrainingFailed, match=text) as caught:
+        sync(transfer, 1)
+    assert "verify_sync" in str(caught.value)
+    transfer.destroy()
+
+
+def test_every_worker_is_compared(engine: StubEngine, shm: Path) -> None:
+    engine.num_workers = 2
+    transfer = ShmWeightTransfer(engine.url, directory=shm)
+    sync(transfer, 1)
+    assert transfer.check.run() == {"loaded": 2 * len(WEIGHTS)}
+    transfer.destroy()

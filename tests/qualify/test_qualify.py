@@ -1,9 +1,12 @@
 """Qualification end to end with agents that need nothing installed: a sound one, and all kinds of bad ones."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
+from harness_trainer.cache import cache_dir
 from harness_trainer.cli import main
 from harness_trainer.qualify.bench import Setting
 from harness_trainer.qualify.check import harness_names, qualify, scenarios_of
@@ -65,6 +68,19 @@ async def test_the_shipped_agent_passes_every_scenario_that_it_has_the_tools_for
     row = summary(report)
     assert (row["rows/lineage"], row["mask"], row["refused hosts"], row["bridged"]) == ("1.00", "1.00", "?", "-")
     assert report.good
+
+
+@pytest.mark.real_agent
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not on PATH, no agent can be installed")
+async def test_the_sub_agent_of_a_real_agent_is_a_row_of_its_own(setting, tmp_path):
+    setting = replace(setting, timeout_s=120.0)
+    report = await qualify("claude-code-subagents", scenarios_of(["sub-agent"]), setting, cache_dir(), print)
+    if report.problem:
+        pytest.skip(report.problem)
+    (line,) = report.lines
+    assert line.verdict is Verdict.PASSED, line.why
+    assert (line.num_rows, line.num_conversations, line.drift_tokens) == (2, 2, 0)
+    assert line.num_mask == line.num_sampled
 
 
 @needs_mitmproxy

@@ -10,6 +10,7 @@ from harness_trainer.rewards.custom import load_reward
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import Caps
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.harbor import open_harbor
 from harness_trainer.rollouts.proxies import open_access
 from harness_trainer.rollouts.rollout import Means, run_rollout
 from harness_trainer.rollouts.types import Job
@@ -82,6 +83,7 @@ async def rolling(
         await stack.enter_async_context(backend)
         bounds = Bounds(rollouts.warm_per_task, rollouts.warm_total, rollouts.max_concurrent)
         pool = await stack.enter_async_context(Pool(backend, bounds))
+        harbor = await open_harbor(stack, spec, backend, harness)
         boxes = Boxes(spec, harness, access)
         yield Means(
             boxes=boxes,
@@ -90,6 +92,7 @@ async def rolling(
             caps=Caps(rollouts),
             admin=gateway.admin,
             reward=load_reward(rollouts.reward),
+            harbor=harbor,
         )
 
 

@@ -10,8 +10,10 @@ from harness_trainer.errors import ConfigError, TaskError
 from harness_trainer.learner.feeder import StepBatch
 from harness_trainer.learner.group_source import TrainGroup
 from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.curriculum import task_of_group
 from harness_trainer.rollouts.mix import load_mix, pin_harness
-from harness_trainer.rollouts.runner import Runner, task_of_group
+from harness_trainer.rollouts.policy_config import Schedule
+from harness_trainer.rollouts.runner import Runner
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 from tests.rollouts.rolling import task
@@ -88,7 +90,8 @@ async def run_groups(store, tasks, harness_of, num_groups, seen):
         return RolloutResult(job.rollout_id, job.group_id, job.task.name, job.harness, 0, Outcome.OK, 1.0)
 
     config = RolloutConfig(group_size=2, max_concurrent=2)
-    runner = Runner(config, tasks, store, attempt, harness_of=harness_of, max_open_groups=9, num_groups=num_groups)
+    schedule = Schedule(max_open_groups=9, num_groups=num_groups)
+    runner = Runner(config, tasks, store, attempt, harness_of=harness_of, schedule=schedule)
     running = asyncio.ensure_future(runner.run())
     async with asyncio.timeout(20):
         while store.group_counts().get("ready", 0) < num_groups and not running.done():

@@ -8,7 +8,9 @@ import pytest
 
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.rollouts.config import RolloutConfig
-from harness_trainer.rollouts.runner import Runner, task_of_group
+from harness_trainer.rollouts.curriculum import task_of_group
+from harness_trainer.rollouts.policy_config import Schedule
+from harness_trainer.rollouts.runner import Runner
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
@@ -27,13 +29,19 @@ def finished(job, outcome=Outcome.OK, reward=1.0):
     return RolloutResult(job.rollout_id, job.group_id, job.task.name, "h", job.attempt, outcome, reward)
 
 
+async def no_wait(seconds):
+    await asyncio.sleep(0)
+
+
 async def run_until(
     store, attempt, done, *, max_open_groups=2, num_groups=100, plan=lambda needs: None, agent="h", **settings
 ):
     """Run the scheduler until `done()`, then cancel it, as SIGTERM does."""
     config = RolloutConfig(**{"group_size": 2, "max_concurrent": 2, **settings})
-    bounds = {"max_open_groups": max_open_groups, "num_groups": num_groups}
-    runner = Runner(config, TASKS, store, attempt, harness_of=lambda *_: agent, plan=plan, **bounds)
+    schedule = Schedule(max_open_groups=max_open_groups, num_groups=num_groups)
+    runner = Runner(
+        config, TASKS, store, attempt, harness_of=lambda *_: agent, schedule=schedule, plan=plan, sleep=no_wait
+    )
     task = asyncio.ensure_future(runner.run())
     try:
         async with asyncio.timeout(20):
@@ -121,13 +129,13 @@ async def test_an_infra_failure_is_tried_again_and_an_agents_failure_is_not(stor
     assert [r.attempt for r in store.results(0)] == [1, 1]
 
 
-async def test_after_the_last_retry_the_slot_stays_unscored(store):
+async def test_after_the_last_retry_a_slot_stays_unscored_and_a_fresh_sample_makes_the_group_whole(store):
     async def attempt(job):
         broken = job.group_id == 0 and job.rollout_id.startswith("g00000-1-")
         return finished(job, Outcome.INFRA_FAILED if broken else Outcome.OK, None if broken else 1.0)
 
     await run_until(store, attempt, lambda: store.group_counts().get("ready", 0) >= 2, infra_retries=0)
-    assert [r.reward for r in store.results(0)] == [1.0, None]
+    assert [r.reward for r in store.results(0)] == [1.0, None, 1.0]
 
 
 async def test_a_loop_in_which_nothing_works_stops_with_the_last_reason(store):
@@ -137,12 +145,12 @@ async def test_a_loop_in_which_nothing_works_stops_with_the_last_reason(store):
         return failed
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        await run_until(store, attempt, lambda: False, infra_retries=0, max_consecutive_infra=3)
+        await run_until(store, attempt, lambda: False, infra_retries=0, infra_window=3, infra_share=1)
     error = caught.value
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, TrainingFailed)
-    assert "last 3 rollouts" in str(error) and "no route to engine" in str(error)
+    assert "3 of the last 3 rollouts" in str(error) and "no route to engine" in str(error)
 
 
 async def test_a_restart_runs_only_the_missing_slots(store):
@@ -174,6 +182,7 @@ async def test_cancelling_cancels_the_running_rollouts(store):
     await run_until(store, attempt, lambda: store.outcome_counts().get("running", 0) == 2)
     assert len(cancelled) == 2
     assert store.group_counts() == {"running": 1}
+    assert store.outcome_counts() == {"cancelled": 2}
 
 
 async def test_a_task_whose_sandbox_cannot_be_had_is_not_tried_again_and_again(store):
@@ -187,8 +196,9 @@ async def test_a_task_whose_sandbox_cannot_be_had_is_not_tried_again_and_again(s
         failed.setup_failed, failed.detail = True, "SetupFailed: image does not build"
         return failed
 
-    settings = {"group_size": 6, "max_concurrent": 2, "infra_retries": 5, "setup_tries": 2, "max_consecutive_infra": 4}
+    settings = {"group_size": 6, "max_concurrent": 2, "infra_retries": 5, "setup_tries": 2, "infra_window": 4}
     await run_until(store, attempt, lambda: store.group_counts().get("ready", 0) >= 2, **settings)
+    assert store.fate(0) == ("dropped", "setup_failed")
     assert len(tried) <= 3, "two, and one that was under way; not six slots, and not six tries of each"
     results = store.results(0)
     assert [r.reward for r in results] == [None] * 6 and all(r.setup_failed for r in results)
@@ -215,7 +225,7 @@ async def test_tasks_that_all_cannot_be_had_still_stop_the_run(store):
         return failed
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        await run_until(store, attempt, lambda: False, group_size=4, max_open_groups=9, max_consecutive_infra=5)
+        await run_until(store, attempt, lambda: False, group_size=4, max_open_groups=9, infra_window=5)
     assert "no engine" in repr(caught.value)
 
 

@@ -48,6 +48,13 @@ def test_groups_come_oldest_first_and_each_once(store):
     assert store.group_counts() == {"trained": 2, "dropped": 1}
 
 
+def test_a_group_tells_the_step_that_trained_it(store):
+    fill(store, 3, [0.0, 1.0])
+    assert store.trained_step(3) is None and store.trained_step(4) is None
+    store.mark_trained([3], 2)
+    assert store.trained_step(3) == 2
+
+
 def test_rewind_gives_back_what_was_trained_after_the_checkpoint_only(store):
     for group_id in range(3):
         fill(store, group_id, [1.0])
@@ -143,3 +150,40 @@ def test_a_store_of_schema_1_is_read_and_goes_on(tmp_path):
     fill(again, 1, [1.0])
     assert [r.reward for r in again.rollouts()] == [0.5, 1.0]
     again.close()
+
+
+def test_a_store_of_schema_2_is_migrated_and_goes_on(tmp_path):
+    path = tmp_path / "store.sqlite"
+    store = RolloutStore(path)
+    fill(store, 0, [0.5])
+    store.set_state("rollout_schema", "2")
+    store.close()
+    with sqlite3.connect(path) as db:
+        for table in ("task_records", "evaluations", "run_notes"):
+            db.execute(f"DROP TABLE {table}")
+        db.execute("ALTER TABLE rollout_groups DROP COLUMN evaluation")
+    again, beside = RolloutStore(path), RolloutStore(path)
+    again.publish(1)
+    again.start_evaluation(0, [("x", "h")])
+    assert beside.evaluation_groups(0) == [(-1, "x", "h", False)]
+    assert again.group_counts() == {"ready": 1} and again.next_group_id() == 1
+    assert again.state("rollout_schema") == "3"
+    again.close()
+    beside.close()
+
+
+def test_a_group_that_was_dropped_never_becomes_ready(store):
+    store.open_group(0, "t", "h")
+    store.mark_dropped(0, "stale")
+    store.group_ready(0)
+    assert store.fate(0) == ("dropped", "stale") and store.take_ready(set()) is None
+
+
+def test_notes_are_kept_in_order_and_read_from_where_one_left_off(store):
+    store.setup_failed("a", "no image", 1)
+    store.start_evaluation(2, [("x", "h")])
+    store.finish_evaluation(2, {"pass_at_1": None}, "two")
+    first, second = store.notes(after=0)
+    assert (first.kind, first.detail["task"]) == ("quarantined", "a")
+    assert (second.kind, second.detail["line"], second.detail["pass_at_1"]) == ("evaluation", "two", None)
+    assert store.notes(after=first.seq) == [second]

@@ -1,0 +1,42 @@
+"""The weight transfer that a config asks for. Owns the choice only; called by the learner process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from harness_trainer.errors import ConfigError
+from harness_trainer.learner.adapter_transfer import AdapterTransfer
+from harness_trainer.learner.config import LearnerConfig
+from harness_trainer.learner.nccl_transfer import NcclWeightTransfer
+from harness_trainer.learner.sync_config import LoraSync, NcclSync
+from harness_trainer.learner.weight_transfer import ShmWeightTransfer
+
+
+def make_transfer(
+    config: LearnerConfig,
+    engine_url: str,
+    *,
+    directory: Path,
+    keep_weights: Path | None,
+    announce: Callable[[int], None],
+) -> ShmWeightTransfer | NcclWeightTransfer | AdapterTransfer:
+    """`directory` is seen by trainer and engine; `keep_weights` as in the run's config. Raises ConfigError."""
+    kind = config.weight_sync
+    if keep_weights is not None and kind.type != "shm":
+        raise ConfigError(f"keep_weights keeps what weight_sync shm writes; with weight_sync {kind.type} leave it out")
+    if isinstance(kind, NcclSync):
+        from harness_trainer.learner.trl_compat import nccl_client
+
+        return NcclWeightTransfer(
+            engine_url,
+            nccl_client,
+            verify=config.verify_sync,
+            announce=announce,
+            transfer_timeout_s=kind.transfer_timeout_s,
+        )
+    if isinstance(kind, LoraSync):
+        return AdapterTransfer(engine_url, directory=directory / "adapters", announce=announce)
+    return ShmWeightTransfer(
+        engine_url, directory=directory, keep_dir=keep_weights, verify=config.verify_sync, announce=announce
+    )

@@ -1,0 +1,199 @@
+"""What the rollout policy remembers in the run's store: policy versions, tasks' records, evaluations, notes for people.
+
+Owns those rows and no decision: `admission`, `curriculum` and `evaluation` decide. Part of `RolloutStore`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness_trainer.rollouts.store_file import StoreFile, get_state, put_state
+
+_POLICY, _STEP, _ENGINE = "policy_version", "step_version", "engine_has_policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Example: Versions(engine=3, step=4): the optimizer has taken a step, its weights are on their way."""
+
+    engine: int  # what the engine samples with; 0 = nothing of this run yet
+    step: int  # what the engine will have when the learner takes its next step: staleness counts from it
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something to tell a person. Example: Note(3, 1760000000.0, "quarantined", {"task": "a", "line": "..."})."""
+
+    seq: int
+    at: float  # seconds since the epoch
+    kind: str
+    detail: dict[str, Any]  # `line` is the sentence
+
+
+class PolicyRecords(StoreFile):
+    """See `RolloutStore`."""
+
+    # -- versions ------------------------------------------------------------------------------------------------
+
+    def policy_version(self) -> int:
+        """The newest version that was ever published to an engine; 0 = none yet."""
+        return int(self.state(_POLICY) or 0)
+
+    def versions(self) -> Versions:
+        found = dict(self._read("SELECT key, value FROM run_state WHERE key IN (?, ?, ?)", _POLICY, _STEP, _ENGINE))
+        policy, step = int(found.get(_POLICY, 0)), int(found.get(_STEP, 0))
+        return Versions(0 if found.get(_ENGINE) == "0" else policy, max(step, policy))
+
+    def publish(self, version: int) -> None:
+        """The engine samples with `version` from now on."""
+        with self._write() as db:
+            put_state(db, _POLICY, str(version))
+            put_state(db, _STEP, str(version))
+            put_state(db, _ENGINE, "1")
+
+    def forget_engine(self) -> None:
+        """A new engine is started: it has none of the run's policies until the learner publishes the next version."""
+        with self._write() as db:
+            put_state(db, _ENGINE, "0")
+            step_taken(db)
+
+    # -- tasks ---------------------------------------------------------------------------------------------------
+
+    def setup_worked(self, task: str) -> None:
+        """Some rollout of a group of the task got its sandbox: failures before it were no rule."""
+        with self._write() as db:
+            db.execute("DELETE FROM task_records WHERE task = ? AND quarantined_at IS NULL", (task,))
+
+    def setup_failed(self, task: str, reason: str, quarantine_after: int) -> bool:
+        """All tries of a group of the task failed at set-up. Returns whether the task is quarantined by this."""
+        with self._write() as db:
+            row = db.execute(
+                "SELECT setup_failures, quarantined_at FROM task_records WHERE task = ?", (task,)
+            ).fetchone()
+            failures, since = (1, None) if row is None else (row[0] + 1, row[1])
+            now = since is None and failures >= quarantine_after
+            if now:
+                line = f"task {task} is quarantined: its last {failures} groups failed at set-up ({reason})"
+                add_note(db, "quarantined", task=task, groups=failures, reason=reason, line=line)
+                since = time.time()
+            db.execute("INSERT OR REPLACE INTO task_records VALUES (?, ?, ?, ?)", (task, failures, reason, since))
+        return now
+
+    def quarantined(self) -> dict[str, str]:
+        """Reason by task, first quarantined first."""
+        sql = "SELECT task, reason FROM task_records WHERE quarantined_at IS NOT NULL ORDER BY quarantined_at"
+        return dict(self._read(sql))
+
+    def release_all(self) -> None:
+        """Take every task out of quarantine, as if none of its groups had failed."""
+        with self._write() as db:
+            db.execute("DELETE FROM task_records")
+
+    def pass_rates(self, pass_reward: float, window: int) -> dict[str, float]:
+        """Share of scored rollouts with at least `pass_reward`, by task, over its last `window` finished groups.
+
+        A task of which no rollout was scored is absent.
+        """
+        sql = (
+            "WITH latest AS (SELECT group_id, task, ROW_NUMBER() OVER (PARTITION BY task ORDER BY group_id DESC) AS n"
+            " FROM rollout_groups WHERE evaluation IS NULL AND state != 'running')"
+            " SELECT task, AVG(reward >= ?) FROM latest JOIN rollouts USING (group_id)"
+            " WHERE n <= ? AND final = 1 AND reward IS NOT NULL GROUP BY task"
+        )
+        return dict(self._read(sql, pass_reward, window))
+
+    # -- evaluations ---------------------------------------------------------------------------------------------
+
+    def steps_taken(self) -> int:
+        return int(
+            self._read("SELECT COALESCE(MAX(trained_step), 0) FROM rollout_groups WHERE state = 'trained'")[0][0]
+        )
+
+    def due_evaluation(self, every: int, last_step: int | None = None) -> int | None:
+        """The step after which the engine's policy is to be evaluated now, also one under way; None = nothing is due.
+
+        Due are the policy of the start, of every `every` steps, and that of `last_step`, if given.
+        """
+        versions, step = self.versions(), self.steps_taken()
+        if versions.engine == 0 or versions.engine != versions.step or (step % every and step != last_step):
+            return None
+        done = self._read("SELECT 1 FROM evaluations WHERE step = ? AND finished_at IS NOT NULL", step)
+        return None if done else step
+
+    def start_evaluation(self, step: int, groups: Sequence[tuple[str, str]]) -> None:
+        """`groups`: task and harness of each. Does nothing where it was started before."""
+        now = time.time()
+        with self._write() as db:
+            version = int(get_state(db, _POLICY) or 0)
+            made = db.execute("INSERT OR IGNORE INTO evaluations VALUES (?, ?, ?, NULL, NULL)", (step, version, now))
+            if not made.rowcount:
+                return
+            lowest = db.execute("SELECT MIN(0, COALESCE(MIN(group_id), 0)) FROM rollout_groups").fetchone()[0]
+            db.executemany(
+                "INSERT INTO rollout_groups (group_id, task, harness, state, start_version, created_at, evaluation)"
+                " VALUES (?, ?, ?, 'evaluating', ?, ?, ?)",
+                [(lowest - 1 - n, task, agent, version, now, step) for n, (task, agent) in enumerate(groups)],
+            )
+
+    def evaluation_groups(self, step: int) -> list[tuple[int, str, str, bool]]:
+        """(group id, task, harness, whether it is over) of every group of the evaluation, in the order of its tasks."""
+        rows = self._read(
+            "SELECT group_id, task, harness, state = 'evaluated' FROM rollout_groups"
+            " WHERE evaluation = ? AND state IN ('evaluating', 'evaluated') ORDER BY group_id DESC",
+            step,
+        )
+        return [(gid, task, harness, bool(over)) for gid, task, harness, over in rows]
+
+    def group_evaluated(self, group_id: int) -> None:
+        with self._write() as db:
+            db.execute(
+                "UPDATE rollout_groups SET state = 'evaluated', ready_at = ? WHERE group_id = ?",
+                (time.time(), group_id),
+            )
+
+    def finish_evaluation(self, step: int, report: dict[str, Any], line: str) -> None:
+        """`report` gets the policy's version; `line` is for people."""
+        with self._write() as db:
+            (version,) = db.execute("SELECT policy_version FROM evaluations WHERE step = ?", (step,)).fetchone()
+            whole = {"step": step, "policy_version": version, **report}
+            db.execute(
+                "UPDATE evaluations SET finished_at = ?, report = ? WHERE step = ?",
+                (time.time(), json.dumps(whole), step),
+            )
+            add_note(db, "evaluation", **whole, line=line)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The reports of all finished ones, by step."""
+        rows = self._read("SELECT report FROM evaluations WHERE finished_at IS NOT NULL ORDER BY step")
+        return [json.loads(report) for (report,) in rows]
+
+    # -- notes ---------------------------------------------------------------------------------------------------
+
+    def notes(self, after: int) -> list[Note]:
+        """Those with a higher `seq`, oldest first."""
+        rows = self._read("SELECT seq, at, kind, detail FROM run_notes WHERE seq > ? ORDER BY seq", after)
+        return [Note(seq, at, kind, json.loads(detail)) for seq, at, kind, detail in rows]
+
+
+def step_taken(db: sqlite3.Connection) -> None:
+    """Inside a transaction: the learner's next step will find a version newer than the published one."""
+    put_state(db, _STEP, str(int(get_state(db, _POLICY) or 0) + 1))
+
+
+def forget_evaluations(db: sqlite3.Connection, after_step: int) -> None:
+    """Inside a transaction: the steps after this one are taken again, and lead to other policies."""
+    db.execute("DELETE FROM evaluations WHERE step > ?", (after_step,))
+    db.execute(
+        "UPDATE rollout_groups SET state = 'dropped', reason = 'its step is taken again' WHERE evaluation > ?",
+        (after_step,),
+    )
+
+
+def add_note(db: sqlite3.Connection, kind: str, **detail: Any) -> None:
+    """Inside a transaction."""
+    db.execute("INSERT INTO run_notes (at, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, json.dumps(detail)))

@@ -1,0 +1,44 @@
+"""Cancelling a rollout reaches the model side at once: its session is sealed while its sandbox is being ended.
+
+Owns that order and no more. Sealing aborts what the engine samples for the session. Without it an agent could go on for
+as long as ending a sandbox takes, and the engine's work for it would be in the way of fresh rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from capture_proxy.admin_client import AdminClient
+from capture_proxy.errors import CaptureError
+from harness_trainer.rollouts.slots import Attempt
+from harness_trainer.rollouts.types import Job, RolloutResult
+
+log = logging.getLogger("harness_trainer.rollouts")
+
+SEAL_TIMEOUT_S = 2.0  # cancelled rollouts of a run that is being stopped must not hold it up
+
+
+def sealing(admin: AdminClient, attempt: Attempt) -> Attempt:
+    """The attempt, which then seals its session when it is cancelled. It still ends only when all of it has ended."""
+
+    async def run(job: Job) -> RolloutResult:
+        running = asyncio.ensure_future(attempt(job))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.gather(_seal(admin, job.rollout_id), running, return_exceptions=True)
+            raise
+
+    return run
+
+
+async def _seal(admin: AdminClient, session_id: str) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SEAL_TIMEOUT_S):
+            try:
+                await admin.seal(session_id)
+            except CaptureError as error:  # it had none yet, or the gateway is gone as well
+                log.info("session %s was not sealed: %s", session_id, error)

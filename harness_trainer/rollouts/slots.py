@@ -1,0 +1,139 @@
+"""Runs the rollouts of groups: a place for each at a time, retries of what the machinery spoiled, fresh samples after.
+
+Owns the cap on rollouts at work and the order of tries. What a group then comes to is `runner`'s (groups to train on)
+and `evaluation`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.failures import Backoff, Breaker
+from harness_trainer.rollouts.group import Group
+from harness_trainer.rollouts.needs import Needs
+from harness_trainer.rollouts.scoring import weigh
+from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
+
+log = logging.getLogger("harness_trainer.rollouts")
+
+Attempt: TypeAlias = Callable[[Job], Awaitable[RolloutResult]]  # runs one rollout; raises nothing but cancellation
+Sleep: TypeAlias = Callable[[float], Awaitable[object]]
+
+
+class Slots:
+    """`engine_version` tells which policy the engine samples with now."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        store: RolloutStore,
+        attempt: Attempt,
+        needs: Needs,
+        *,
+        engine_version: Callable[[], int],
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._attempt = attempt
+        self._needs = needs
+        self._engine_version = engine_version
+        self._sleep = sleep
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._backoff = Backoff(config.retry_backoff_s, config.retry_backoff_max_s)
+        self._breaker = Breaker(config.infra_window, config.infra_share)
+
+    @property
+    def all_taken(self) -> bool:
+        return self._places.locked()
+
+    async def fill(self, group: Group) -> None:
+        """Run what the group lacks, refills included. Raises TrainingFailed as `Breaker` does."""
+        try:
+            slots = group.missing() or group.refills(self._config)
+            while slots:
+                self._needs.change(group, len(slots))
+                async with asyncio.TaskGroup() as running:
+                    for slot in slots:
+                        running.create_task(self._fill_slot(group, slot))
+                slots = group.refills(self._config)
+                if slots:
+                    log.info("group %d: %d fresh samples for rollouts without a score", group.group_id, len(slots))
+        finally:
+            self._needs.forget(group)
+
+    async def _fill_slot(self, group: Group, slot: int) -> None:
+        config = self._config
+        for attempt in range(config.infra_retries + 1):
+            queued_at = time.monotonic()
+            async with self._places:
+                queued_s = time.monotonic() - queued_at
+                hopeless = group.is_hopeless(config.setup_tries)
+                result = await self._run_attempt(group, slot, attempt, hopeless=hopeless)
+            result.stages_s = {"queue": queued_s, **result.stages_s}
+            weigh(result, config.reward_weights)
+            group.note(result)
+            last = attempt == config.infra_retries or group.is_hopeless(config.setup_tries)
+            final = result.outcome is not Outcome.INFRA_FAILED or last
+            await asyncio.to_thread(self._store.finish_rollout, result, final=final)
+            if final:
+                group.finish(slot, result)
+            _report(result)
+            if not hopeless:
+                self._breaker.note(result)
+            if final or group.is_stale:  # what was cancelled may still have come to a result
+                return
+            self._needs.change(group, 1)
+            await self._sleep(self._backoff.wait_s(attempt))
+
+    async def _run_attempt(self, group: Group, slot: int, attempt: int, *, hopeless: bool) -> RolloutResult:
+        # The id is new for every attempt, also after a restart: a session is single-use.
+        prefix = f"g{group.group_id:05d}" if group.group_id >= 0 else f"e{-group.group_id:05d}"
+        rollout_id = f"{prefix}-{slot}-{uuid.uuid4().hex[:8]}"
+        waits_for_box = True
+
+        def has_box() -> None:
+            nonlocal waits_for_box
+            if waits_for_box:
+                waits_for_box = False
+                group.sampling_since[rollout_id] = self._engine_version()
+                self._needs.change(group, -1)
+
+        job = Job(rollout_id, group.group_id, attempt, group.task, has_box, group.harness)
+        try:
+            await asyncio.to_thread(self._store.start_rollout, rollout_id, group.group_id, slot, attempt)
+            return group.given_up(job) if hopeless else await self._attempt(job)
+        except asyncio.CancelledError:
+            await self._record_cancelled(group, job)
+            raise
+        finally:
+            has_box()  # or needs none any more
+            group.sampling_since.pop(rollout_id, None)
+
+    async def _record_cancelled(self, group: Group, job: Job) -> None:
+        why = "its group had become too old for any step" if group.is_stale else "the run was stopped"
+        result = RolloutResult(
+            job.rollout_id, job.group_id, job.task.name, job.harness, job.attempt, Outcome.CANCELLED, None
+        )
+        result.detail = f"cancelled: {why}"
+        await asyncio.to_thread(self._store.finish_rollout, result, final=False)
+
+
+def _report(result: RolloutResult) -> None:
+    log.info(
+        "rollout %s (%s): %s, reward %s, %d turns, %s%s",
+        result.rollout_id,
+        result.task,
+        result.outcome,
+        "none" if result.reward is None else f"{result.reward:.3f}",
+        result.num_turns,
+        " ".join(f"{stage} {seconds:.1f}s" for stage, seconds in result.stages_s.items()),
+        f" -- {result.detail}" if result.detail else "",
+    )

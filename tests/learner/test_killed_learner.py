@@ -1,0 +1,194 @@
+"""A learner killed by SIGKILL between any two of its writes goes on: no group is trained twice, none is lost.
+
+The engine survives each kill, which is the harder case: what it was sent last stays, under the name it was sent with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_engine import StubEngine, serving
+
+from harness_trainer.learner.__main__ import LearnerSpec
+from harness_trainer.learner.checkpoints import last_checkpoint, read_state
+from harness_trainer.learner.config import LearnerConfig
+from harness_trainer.learner.rows import rows_from_trace
+from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.rollouts.types import Outcome, RolloutResult
+
+NUM_GROUPS, NUM_STEPS = 7, 3
+SCRIPT = Path(__file__).with_name("killed_learner.py")
+
+
+@dataclass
+class RecordingEngine(StubEngine):
+    """Remembers which weights were published under each name."""
+
+    published: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def _behave(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        answer = super()._behave(path, body)
+        if path == "finish_weight_update" and body.get("weight_version"):
+            data = b"".join(tensor.numpy().tobytes() for _, tensor in sorted(self.loaded.items()))
+            self.published[body["weight_version"]].add(hashlib.sha256(data).hexdigest())
+        return answer
+
+
+class Learner:
+    """Runs the learner of one run folder, as often as wanted."""
+
+    def __init__(self, folder: Path, model: Path, engine: StubEngine, forks: subprocess.Popen[str]) -> None:
+        self.store_path, self.metrics = folder / "store.sqlite", folder / "metrics.jsonl"
+        self.checkpoints, self._spec, self._trace = folder / "checkpoints", folder / "spec.json", folder / "trace"
+        self._forks = forks
+        for path in (self.checkpoints, folder / "transfer"):
+            path.mkdir(parents=True)
+        (folder / "engine_url").write_text(engine.url)
+        config = LearnerConfig(
+            max_steps=NUM_STEPS, groups_per_step=1, token_budget=64, max_staleness=1000, save_steps=1,
+            save_total_limit=1, learning_rate=0.01, device="cpu",
+        )  # fmt: skip
+        spec = LearnerSpec(
+            config=config, model_path=model, store=self.store_path, checkpoints=self.checkpoints, metrics=self.metrics,
+            engine_url_file=folder / "engine_url", transfer_dir=folder / "transfer", keep_weights=None, temperature=1.0,
+            starved_after_s=30,
+        )  # fmt: skip
+        self._spec.write_text(spec.model_dump_json())
+        self.store = RolloutStore(self.store_path)
+        for group_id in range(NUM_GROUPS):
+            self._finish_group(group_id)
+
+    def _finish_group(self, group_id: int) -> None:
+        self.store.open_group(group_id, "task", "h")
+        for slot in range(2):
+            rollout_id = f"g{group_id}-{slot}"
+            self.store.start_rollout(rollout_id, group_id, slot, 0)
+            turn = {
+                "node_id": "t",
+                "prompt_token_ids": [5, 6, 7],
+                "completion_token_ids": [10 + group_id, 30 + slot],
+                "per_token_logps": [-4.6, -4.6],
+                "loss_mask": [0, 0, 0, 1, 1],
+                "request": {},
+                "response": {},
+                "metadata": {"policy_versions": [{"version": "v1", "start": 0, "end": 2}]},
+            }
+            trace = {"schema_version": 1, "turns": [turn]}
+            assert len(rows_from_trace(trace).rows) == 1
+            result = RolloutResult(rollout_id, group_id, "task", "h", 0, Outcome.OK, float(slot), trace=trace)
+            self.store.finish_rollout(result, final=True)
+        self.store.group_ready(group_id)
+
+    def run(self, kill_at: int = -1) -> tuple[int, list[str]]:
+        """The exit status and the events until then."""
+        self._trace.write_text("")
+        assert self._forks.stdin is not None and self._forks.stdout is not None
+        self._forks.stdin.write(f"{self._spec} {kill_at} {self._trace}\n")
+        self._forks.stdin.flush()
+        return int(self._forks.stdout.readline()), self._trace.read_text().splitlines()
+
+    def trained(self) -> dict[int, list[int]]:
+        steps: dict[int, list[int]] = {}
+        for step in range(1, NUM_STEPS + 1):
+            steps[step] = sorted({result.group_id for result in self.store.trained_results(step)})
+        return steps
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, str(SCRIPT)], stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def make_learner(
+    tmp_path: Path, tiny_model: Path, forks: subprocess.Popen[str]
+) -> Iterator[Callable[[str], tuple[Learner, RecordingEngine]]]:
+    made: list[tuple[Learner, Any]] = []
+
+    def make(name: str) -> tuple[Learner, RecordingEngine]:
+        engine = RecordingEngine()
+        serving_engine = serving(engine)
+        serving_engine.__enter__()
+        learner = Learner(tmp_path / name, tiny_model, engine, forks)
+        made.append((learner, serving_engine))
+        return learner, engine
+
+    yield make
+    for learner, serving_engine in made:
+        learner.store.close()
+        serving_engine.__exit__(None, None, None)
+
+
+def check(learner: Learner, engine: RecordingEngine, where: str) -> None:
+    """The run is done, and as if it had never been killed."""
+    checkpoint = last_checkpoint(learner.checkpoints)
+    assert checkpoint is not None, where
+    state = read_state(checkpoint)
+    trained = learner.trained()
+    assert state.step == NUM_STEPS and state.trained_groups == trained, where
+    assert Counter(group_id for ids in trained.values() for group_id in ids) == {0: 1, 1: 1, 2: 1}, where
+    assert learner.store.group_counts() == {"trained": NUM_STEPS, "ready": NUM_GROUPS - NUM_STEPS}, where
+    assert [json.loads(line)["step"] for line in learner.metrics.read_text().splitlines()] == [1, 2, 3], where
+    assert all(len(weights) == 1 for weights in engine.published.values()), where
+    assert not engine.paused and not engine.active, where
+    assert learner.store.policy_version() == int(engine.version.removeprefix("v")), where
+
+
+def test_killed_between_any_two_writes_it_continues_without_training_a_group_twice_or_losing_one(
+    make_learner: Callable[[str], tuple[Learner, RecordingEngine]],
+) -> None:
+    learner, engine = make_learner("whole")
+    code, events = learner.run()
+    assert code == 0
+    check(learner, engine, "never killed")
+    # The first start's own writes, and those of a whole second step, whose checkpoint replaces another.
+    marks = [index for index, event in enumerate(events) if event == "before mark_trained"]
+    first_sync = events.index("after resume")
+    points = [*range(first_sync + 2), *range(marks[1], marks[2])]
+    assert {"after save_to_json", "before rotate_checkpoints", "after send_weights"} <= {events[i] for i in points}
+    for point in points:
+        where = f"killed {events[point]} (event {point})"
+        learner, engine = make_learner(f"killed-{point}")
+        code, seen = learner.run(kill_at=point)
+        assert code == -9 and seen == events[: point + 1], where
+        code, _ = learner.run()
+        assert code == 0, where
+        check(learner, engine, where)
+
+
+def test_a_store_older_than_its_checkpoint_is_refused(
+    make_learner: Callable[[str], tuple[Learner, RecordingEngine]],
+) -> None:
+    learner, _ = make_learner("run")
+    assert learner.run()[0] == 0
+    learner.store.close()
+    for file in learner.store_path.parent.glob("store.sqlite*"):
+        file.unlink()
+    learner.store = RolloutStore(learner.store_path)
+    learner._finish_group(0)
+    assert learner.run()[0] == 1
+    assert "put the run's own store back" in (learner.store.state("learner_error") or "")
+
+
+def test_groups_that_a_restored_store_does_not_know_as_trained_are_not_trained_again(
+    make_learner: Callable[[str], tuple[Learner, RecordingEngine]],
+) -> None:
+    learner, engine = make_learner("run")
+    assert learner.run()[0] == 0
+    with learner.store._write() as db:
+        db.execute("UPDATE rollout_groups SET state = 'ready', trained_step = NULL WHERE group_id = 1")
+    assert learner.run()[0] == 0
+    check(learner, engine, "restored")
