@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # A CUDA machine gets the CUDA build of vLLM; every other machine gets the CPU build.
 ENGINE_KIND ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
-# Arguments for the demo, e.g. ARGS="--keep-weights true".
+# Arguments for the demo or the tests, e.g. ARGS="--keep-weights true".
 ARGS ?=
 
 .PHONY: demo test check bench qualify clean setup setup-project setup-engine setup-intercept setup-harbor
@@ -17,8 +17,9 @@ ARGS ?=
 demo: setup
 	$(BIN)/harness-trainer demo $(ARGS)
 
+# In two processes: most tests wait for something. Those that look at the same engine or folder keep to one of them.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: setup-project
 	$(BIN)/ruff format --check .

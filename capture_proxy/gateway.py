@@ -6,7 +6,6 @@ may be done the session's, how a call runs the turn's, the trainer's port `admin
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from capture_proxy.dialects import all_dialects
 from capture_proxy.dialects.base import Call, Dialect, Head, Route, StreamWriter
 from capture_proxy.engines.base import Engine
 from capture_proxy.errors import CaptureError, NotFound
+from capture_proxy.http_server import connection_of
 from capture_proxy.metrics import Metrics
 from capture_proxy.rendering import Bridger, Bridging
 from capture_proxy.session import Live, Sessions
@@ -58,7 +58,7 @@ class Gateway:
     def __post_init__(self) -> None:
         self.metrics = Metrics()
         self.bridger = Bridger(self.engine, self.bridging)
-        self.sessions = Sessions(self.store, keep_history=self.bridging.mode != "never")
+        self.sessions = Sessions(self.store, keep_history=self.bridger.may_continue)
         self.turns = Turns(
             self.engine, self.sessions, grace_s=self.hang_up_grace_s, metrics=self.metrics, bridger=self.bridger
         )
@@ -196,13 +196,14 @@ class _CallAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         listener = self._listener
-        watch = asyncio.create_task(_watch(receive, listener))
+        connection = connection_of(scope)
+        connection.watch(listener.hang_up)
         try:
             await (self._stream(send) if self._call.stream else self._whole(send))
         except OSError:
             _log.debug("the agent of %s went away while it was answered", listener.turn_id)
         finally:
-            watch.cancel()
+            connection.unwatch(listener.hang_up)
             listener.leave()
 
     async def _whole(self, send: Send) -> None:
@@ -277,9 +278,3 @@ async def _send_whole(send: Send, status: int, body: bytes) -> None:
 
 async def _send_chunk(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _watch(receive: Receive, listener: Listener) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    listener.hang_up()

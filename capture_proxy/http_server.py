@@ -1,7 +1,8 @@
-"""How uvicorn serves the gateway: its settings, and its HTTP protocol with one difference.
+"""How uvicorn serves the gateway: its settings, and its HTTP protocol with two differences.
 
-The difference: a response's head leaves together with what follows it. A reply in two writes wakes its reader twice,
-which on a busy machine is a tenth of a millisecond a call. Used by `__main__`
+A response's head leaves together with what follows it: a reply in two writes wakes its reader twice, which on a busy
+machine is a tenth of a millisecond a call. And the app is told by a callback that its client hung up (`connection_of`):
+waiting for it in `receive` takes a task for every call. Used by `__main__`
 and by whoever runs a gateway in its own process.
 """
 
@@ -10,17 +11,58 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import uvicorn
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+_CONNECTION = "capture_proxy.connection"
 
-class OneWriteProtocol(HttpToolsProtocol):
+
+class Connection:
+    """A client's connection, as long as requests on it are answered."""
+
+    def __init__(self) -> None:
+        self._lost = False
+        self._told: set[Callable[[], None]] = set()
+
+    def watch(self, hung_up: Callable[[], None]) -> None:
+        """Have `hung_up` called when the connection is closed; at once if it is already."""
+        if self._lost:
+            hung_up()
+        else:
+            self._told.add(hung_up)
+
+    def unwatch(self, hung_up: Callable[[], None]) -> None:
+        self._told.discard(hung_up)
+
+    def close(self) -> None:
+        self._lost = True
+        while self._told:
+            self._told.pop()()
+
+
+def connection_of(scope: Scope) -> Connection:
+    """The connection that a request came on, of a scope that `Server` made."""
+    connection: Connection = scope["extensions"][_CONNECTION]
+    return connection
+
+
+class _Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._holder = _HeadHolder(transport)
+        self._connection = Connection()
         super().connection_made(cast(asyncio.Transport, self._holder))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._connection.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {_CONNECTION: self._connection}  # type: ignore[dict-item]
 
     def on_response_complete(self) -> None:
         self._holder.let_go()  # the answer to a HEAD request is a head that nothing follows
@@ -61,7 +103,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]
             lifespan="off",
-            http=OneWriteProtocol,
+            http=_Protocol,
             log_config=None,
             access_log=False,
             proxy_headers=False,

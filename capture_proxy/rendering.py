@@ -73,6 +73,7 @@ class Bridger:
         # One thread: tokenizers are not made for several, and a long render must not hold up the loop.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering")
         self._loading: asyncio.Task[Family] | None = None
+        self._takes_ids: bool | None = None  # None = the engine was not asked yet
         self._proven: dict[tuple[Any, ...], str | None] = {}  # shape -> None = proven, else why not
         self._tail_dropped: dict[tuple[Any, ...], int] = {}
 
@@ -95,6 +96,12 @@ class Bridger:
                 await asyncio.wait([self._loading])
             self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def may_continue(self) -> bool:
+        """Whether any prompt may ever be continued: what came before is worth keeping only then."""
+        if self._loading is None or self._takes_ids is False:
+            return False
+        return not self._loading.done() or isinstance(self._family(), Family)
+
     async def ready(self) -> str | None:
         """Waits until the renderer is there; gives the family's name, or None when there is none to be had."""
         if self._loading is None:
@@ -111,10 +118,13 @@ class Bridger:
         if self.config.mode == "never":
             return Prepared(request)
         try:
-            if not await self._engine.takes_ids():
+            self._takes_ids = await self._engine.takes_ids()
+            if not self._takes_ids:
                 return Prepared(request, refusal=_NO_IDS if has_reply(request.messages) else None)
         except CaptureError as error:
             return Prepared(request, refusal=str(error))
+        if not self.may_continue():
+            return Prepared(request, refusal=str(self._family()) if has_reply(request.messages) else None)
         key = shape(request.tools, request.chat_template_kwargs, request.tool_choice)
         found = history.find(request.messages, key, request.request_id)
         if found is None:

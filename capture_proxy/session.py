@@ -81,9 +81,15 @@ class Admission:
 
 
 class Sessions:
-    """All sessions of one store. `clock` gives Unix seconds; `keep_history` False = no prompt is ever continued."""
+    """All sessions of one store. `clock` gives Unix seconds, `keep_history` whether a prompt may ever be continued."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time, *, keep_history: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float] = time.time,
+        *,
+        keep_history: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._keep_history = keep_history
         self._store = store
         self._clock = clock
@@ -256,7 +262,8 @@ class Sessions:
 
     def remember(self, live: Live, turn: Turn) -> None:
         """Have a finished turn at hand for the requests that go on from it."""
-        live.unread.append(turn)
+        if self._keep_history():
+            live.unread.append(turn)
         live.recent[turn.turn_id] = turn
         if len(live.recent) > _RECENT:
             del live.recent[next(iter(live.recent))]
@@ -302,7 +309,7 @@ class Sessions:
             turns = await self._store.turns(session.session_id)
             next_index = max((t.index for t in turns), default=-1) + 1
             live = Live(session, next_index, Ledger.of(turns, session.policy))
-            if self._keep_history:
+            if self._keep_history():
                 live.history = await asyncio.to_thread(History.of, turns, session.policy.chat_template_kwargs)
             self._remember(live)
             return live

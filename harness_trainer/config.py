@@ -20,7 +20,7 @@ from sandboxes.local import LocalConfig
 
 # Fields that a continued run may change without becoming another run.
 MAY_CHANGE = frozenset(
-    {"learner.max_steps", "env.url", "env.max_sessions", "env.token_env"}
+    {"learner.max_steps", "learner.report_to", "env.url", "env.max_sessions", "env.token_env"}
     | {f"rollouts.{name}" for name in ("forget_quarantine", "infra_window", "infra_share")}
     | {f"rollouts.max_{name}" for name in ("concurrent", "creating", "running", "verifying")}
     | {f"rollouts.warm_{name}" for name in ("per_task", "total")}

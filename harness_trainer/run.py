@@ -34,6 +34,7 @@ from harness_trainer.harnesses.install import ensure_installed
 from harness_trainer.learner.__main__ import LEARNER_ERROR, LearnerSpec
 from harness_trainer.learner.final_model import write_final_model
 from harness_trainer.learner.sync_config import LoraSync, NcclSync
+from harness_trainer.learner.trackers import require_trackers
 from harness_trainer.rewards.custom import load_reward, pin_reward
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.boxes import check_tasks
@@ -83,6 +84,7 @@ class Supervisor:
         self._registry = default_registry()
         self._parts: list[Part] = []
         self._admin_key = secrets.token_urlsafe(32)
+        self._metrics_size = 0  # bytes of metrics.jsonl at the last look
 
     def run(self, stack: ExitStack) -> list[dict[str, Any]]:
         config, run, display = self._config, self._run, self._display
@@ -300,6 +302,10 @@ class Supervisor:
             store.set_state(NOTES_SHOWN, str(note.seq))
 
     def _show_new_steps(self, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        size = self._run.metrics.stat().st_size if self._run.metrics.exists() else 0
+        if size == self._metrics_size:  # asked several times a second, over a file that grows with every step
+            return known
+        self._metrics_size = size
         reports = read_metrics(self._run.metrics)
         for report in reports[len(known) :]:
             self._display.phase(step_line(report))
@@ -324,6 +330,7 @@ def train(config: RunConfig, run_dir: Path, display: Display) -> list[dict[str, 
 
     Raises a HarnessTrainerError with one line for people; whatever happens, nothing that it started is left running.
     """
+    require_trackers(config.learner.report_to)
     run = RunDir(run_dir)
     with ExitStack() as stack:
         stack.enter_context(run.opened(config.model_dump(mode="json"), may_change=MAY_CHANGE))

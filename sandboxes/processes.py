@@ -138,19 +138,24 @@ def _has_trace(proc: Proc, traces: Traces) -> bool:
 def kill_owned(owned_id: str, traces: Traces = Traces(), *, limit_s: float = 3.0) -> int:
     """SIGKILL everything `find_all` finds until nothing is left; returns how many were killed. Blocking.
 
+    Nothing is left when two looks in a row find nothing: one may fall between a daemon's fork and its parent's end.
     Raises LifecycleError if something survives `limit_s` (another user's, or in uninterruptible sleep).
     """
     killed: set[tuple[int, int]] = set()
     end = time.monotonic() + limit_s
-    while pids := find_all(owned_id, traces):
+    num_empty = 0
+    while num_empty < 2:
+        pids = find_all(owned_id, traces)
+        num_empty = 0 if pids else num_empty + 1
         for pid in pids:
             proc = read_proc(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
                 if proc is not None:
                     killed.add((pid, proc.start_ticks))
-        if time.monotonic() > end:
+        if pids and time.monotonic() > end:
             named = " ".join(map(str, pids))
             raise LifecycleError(f"processes of {owned_id} survived SIGKILL; look at them with: ps -fp '{named}'")
-        time.sleep(0.01)
+        if num_empty < 2:
+            time.sleep(0.01)
     return len(killed)

@@ -64,8 +64,14 @@ def harbor_python() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "docker_engine" in getattr(item, "fixturenames", ()):
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        in_docker = "docker_engine" in getattr(item, "fixturenames", ())
+        if in_docker:
             item.add_marker("docker")
+        # Run by several processes, a room's tests share what it starts for the session, and all that count containers
+        # or bomb the machine come one after the other.
+        alone = in_docker or room in ("sandboxes", "rewards")
+        item.add_marker(pytest.mark.xdist_group("containers" if alone else room))
 
 
 def _tls() -> dict[str, object]:

@@ -156,9 +156,12 @@ class Harness(_Data):
     @model_validator(mode="before")
     @classmethod
     def _by_harbor(cls, data: Any) -> Any:
-        """What Harbor drives has no output of its own to read, and needs no more than its name."""
+        """What Harbor drives has no output of its own to read, and needs no more than its name.
+
+        Most of Harbor's agents call through LiteLLM, which asks again for minutes after a 403, and not after a 401.
+        """
         if isinstance(data, dict) and data.get("harbor") is not None:
-            return {"dialect": "openai_chat", "output": {"type": "text"}, **data}
+            return {"dialect": "openai_chat", "output": {"type": "text"}, "closed_status": 401, **data}
         return data
 
     @model_validator(mode="after")

@@ -22,7 +22,6 @@ from sandboxes.harbor import PYTHON_VARIABLE
 PREFIX = "harbor:"
 WORKER = Path(__file__).with_name("harbor_worker.py")
 _TRY_S = 180.0  # Harbor is a large program to import, on a busy machine
-_CLOSED_STATUS = 401  # the one that LiteLLM, which most of Harbor's agents call through, does not ask again after
 # What an agent is told to leave alone when nobody says otherwise: recordings need a program and the network, summaries
 # rewrite what is trained.
 _TOLD_OFF: Mapping[str, Mapping[str, Any]] = {
@@ -46,9 +45,8 @@ def harbor_harness(spec: str, like: Harness | None) -> Harness:
     return Harness.model_validate(
         {
             "name": f"{PREFIX}{agent}",
-            "dialect": "openai_chat" if like is None else like.dialect,
             "harbor": {"agent": agent},
-            "closed_status": _CLOSED_STATUS if like is None else like.closed_status,
+            **({} if like is None else {"dialect": like.dialect, "closed_status": like.closed_status}),
             "needs": "Harbor (`make setup-harbor`), and the agent or a way to install it in the sandbox",
             "notes": "installed, started and told its settings by Harbor",
         }

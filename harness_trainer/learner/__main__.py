@@ -64,10 +64,12 @@ def _wait_for_engine(path: Path) -> str:
 
 
 def _run(spec: LearnerSpec, store: RolloutStore) -> None:
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(spec.metrics.parent / "tensorboard"))
     # Ten seconds of imports that overlap with the engine's own start.
     from harness_trainer.learner.checkpoints import last_checkpoint, read_state
     from harness_trainer.learner.continuing import announce, settle, used_up
     from harness_trainer.learner.engine_calls import engine_version
+    from harness_trainer.learner.measuring import EngineWatch, Meter
     from harness_trainer.learner.train import run_learner
     from harness_trainer.learner.transfers import make_transfer
 
@@ -110,6 +112,12 @@ def _run(spec: LearnerSpec, store: RolloutStore) -> None:
         resume_from=resume_from,
         base_version=used_up(store),
         temperature=spec.temperature,
+        measure=Meter(
+            store,
+            EngineWatch(spec.store),
+            max_staleness=spec.config.max_staleness,
+            phases_s=lambda: transfer.last_timings,
+        ),
     )
 
 

@@ -42,7 +42,9 @@ def step_advantages(groups: Sequence[Sequence[float | None]], estimator: Estimat
             [None if centre is None else reward for reward, centre in zip(rewards_G, centres_G, strict=True)]
             for rewards_G, centres_G in zip(groups, centred, strict=True)
         ]
-    normalise = _normaliser([value for group in centred for value in group if value is not None], "std")
+    known = [value for group in centred for value in group if value is not None]
+    # What is centred by group has a mean of 0 but for rounding, which must not move a group without a difference.
+    normalise = _normaliser(known, "std", mean=None if estimator == "global" else 0.0)
     return [[None if value is None else normalise(value) for value in group] for group in centred]
 
 
@@ -106,12 +108,15 @@ def _leave_one_out(centred_G: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else value * num / (num - 1) for value in centred_G]
 
 
-def _normaliser(values: Sequence[float], scale: Scale) -> Callable[[float], float]:
-    """The function that takes a value to its distance from the mean; exactly 0 where all values are equal."""
+def _normaliser(values: Sequence[float], scale: Scale, mean: float | None = None) -> Callable[[float], float]:
+    """The function that takes a value to its distance from the mean; exactly 0 where all values are equal.
+
+    `mean` None = that of the values.
+    """
     if not values or max(values) == min(values):
         return lambda value: 0.0
-    mean = math.fsum(values) / len(values)
+    centre = math.fsum(values) / len(values) if mean is None else mean
     if scale == "none":
-        return lambda value: float(value) - mean
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
-    return lambda value: (float(value) - mean) / (std + _STD_EPSILON)
+        return lambda value: float(value) - centre
+    std = math.sqrt(math.fsum((value - centre) ** 2 for value in values) / len(values))
+    return lambda value: (float(value) - centre) / (std + _STD_EPSILON)

@@ -49,7 +49,7 @@ class LearnerConfig(BaseModel):
     )
     seed: int = Field(0, ge=0, description="seed of the learner")
     report_to: list[str] = Field(
-        default_factory=list, description="experiment trackers that Transformers knows, e.g. tensorboard"
+        default_factory=list, description="experiment trackers beside metrics.jsonl: tensorboard, trackio, wandb, ..."
     )
 
     @model_validator(mode="after")

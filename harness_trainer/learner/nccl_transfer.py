@@ -8,6 +8,7 @@ half-open update and resuming the engine on every path, and errors of ours. The 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +54,7 @@ class NcclWeightTransfer:
         control_timeout_s: float = 60.0,
         cleanup_timeout_s: float = 10.0,
     ) -> None:
+        self.last_timings: dict[str, float] = {}  # seconds: pause, transfer, verify, resume of the latest sync
         self._make_client = make_client
         self._announce = announce
         self._transfer_s = transfer_timeout_s
@@ -81,10 +83,12 @@ class NcclWeightTransfer:
 
     def pause(self) -> None:
         """Before the weights are gathered: sending and receiving are one step."""
+        began = time.monotonic()
         try:
             self._engine.pause()
         except Exception as error:
             raise TrainingFailed(f"pausing the engine failed: {error}{self._engine.recover()}") from error
+        self.last_timings = {"pause": time.monotonic() - began}
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights as the version given to `next_version`. Raises TrainingFailed; the engine runs again."""
@@ -92,13 +96,16 @@ class NcclWeightTransfer:
             raise TrainingFailed("next_version() must name the policy version before its weights are sent")
         version, self._version = version_name(self._version), None
         sample = self.check.watch(iterator)
+        began = time.monotonic()
         try:
             self._bounded("the weights were not sent", lambda: self._ready().send_weights(sample))
             # TRL's client ends the update without a name. Nothing is sampled meanwhile: the engine is paused.
             self._engine.post("update_weight_version", {"new_version": version})
             self._engine.confirm(version)
+            sent = time.monotonic()
             if self.check.due:
                 self.check.run()
+            self.last_timings |= {"transfer": sent - began, "verify": time.monotonic() - sent}
         except Exception as error:
             left = self._engine.recover(version)
             raise TrainingFailed(f"sending weights {version} failed: {error}{left}") from error
@@ -107,7 +114,9 @@ class NcclWeightTransfer:
             raise
 
     def resume(self) -> None:
+        began = time.monotonic()
         self._engine.resume()
+        self.last_timings["resume"] = time.monotonic() - began
 
     def destroy(self) -> None:
         """Leave the group and close the connection; idempotent."""

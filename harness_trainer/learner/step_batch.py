@@ -41,6 +41,7 @@ class StepBatch:
     num_masked: int = 0  # rollouts left out of the loss because a limit had cut them
     wait_s: float = 0.0  # seconds spent waiting for groups
     started_at: float = field(default_factory=time.monotonic)  # monotonic seconds: the wait began
+    taken_at: float = field(default_factory=time.time)  # Unix seconds: the last of its groups was there
 
     @property
     def group_ids(self) -> list[int]:

@@ -7,10 +7,11 @@ Importing this module imports TRL (10 s).
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,6 +83,10 @@ class StepReport:
     fwd_bwd_s: float | None
     optimizer_s: float | None
     step_s: float | None  # from the start of the wait to the end of the weight update
+    metrics: dict[str, float] = field(default_factory=dict)  # what trackers get, by the names of `metric_names`
+
+
+Measure = Callable[[StepReport, StepBatch], Mapping[str, float]]
 
 
 def run_learner(
@@ -95,12 +100,14 @@ def run_learner(
     resume_from: Path | None,
     base_version: int,
     temperature: float = 1.0,
+    measure: Measure = lambda report, batch: {},
 ) -> None:
     """Train until `config.max_steps` steps are taken, counted from the first start of the run.
 
     The weights are published once before the first step and after each step, as versions v + 1, v + 2, ... with v the
     higher of `base_version` (the highest version that any engine of this run may have reported; 0 in a new run) and
     the version in the checkpoint. `temperature` is that of the sampling; the old log-probabilities must be of it.
+    What `measure` says of a step goes to the trackers of `report_to`, with TRL's own numbers, and into its report.
 
     Raises TrainingFailed (source dead, weight update failed, loss not finite, checkpoint not written), SetupError, and
     whatever the source or the transfer raises. Ctrl-C goes through; source and transfer are closed on every path.
@@ -128,7 +135,8 @@ def run_learner(
         train_dataset=Dataset.from_dict({"prompt": [""]}),
         weight_transfer=weight_transfer,
     )
-    trainer.add_callback(_Reporter(trainer, on_step))
+    # First of all: what it adds to a step's log is seen by the trackers' callbacks.
+    trainer.callback_handler.callbacks.insert(0, _Reporter(trainer, on_step, measure))
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
 
 
@@ -159,6 +167,8 @@ def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: floa
         save_total_limit=config.save_total_limit,
         seed=config.seed,
         report_to=config.report_to or "none",
+        project="harness-trainer",
+        run_name=output_dir.absolute().parent.name,
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
@@ -169,16 +179,24 @@ def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: floa
 
 
 class _Reporter(TrainerCallback):  # type: ignore[misc]
-    """Turns the trainer's log of a step into a `StepReport`, after the weight update."""
+    """Turns the trainer's log of a step into a `StepReport`, after the weight update, and completes the log."""
 
-    def __init__(self, trainer: HarnessGRPOTrainer, on_step: Callable[[StepReport], None]) -> None:
+    def __init__(self, trainer: HarnessGRPOTrainer, on_step: Callable[[StepReport], None], measure: Measure) -> None:
         self._trainer = trainer
         self._on_step = on_step
+        self._measure = measure
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         # The summary at the end of training is a log too, but of no step.
-        if "loss" in logs and self._trainer.last_step is not None:
-            self._on_step(self._report(state.global_step, self._trainer.last_step, logs))
+        batch = self._trainer.last_step
+        if "loss" in logs and batch is not None:
+            report = self._report(state.global_step, batch, logs)
+            logs.update(self._measure(report, batch))
+            metrics = {name: float(value) for name, value in logs.items() if _is_known(value)}
+            metrics.pop("epoch", None)  # of the dataset of prompts, which is none
+            for name in logs.keys() - metrics.keys():
+                del logs[name]  # a tracker would warn of TRL's None
+            self._on_step(replace(report, metrics=metrics))
 
     def _report(self, step: int, batch: StepBatch, logs: dict[str, Any]) -> StepReport:
         def known(name: str) -> float | None:
@@ -225,3 +243,7 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
             optimizer_s=known("perf/optimizer_s"),
             step_s=time.monotonic() - batch.started_at,
         )
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -59,12 +59,25 @@ def calls_by_name(turns: Iterable[Turn]) -> dict[str, int]:
 
 def num_failures(turns: Iterable[Turn]) -> int | None:
     """How many tool results say that their tool failed; None = none of the results tells either way."""
+    failures = failures_by_name(turns)
+    return None if failures is None else sum(failures.values())
+
+
+def failures_by_name(turns: Iterable[Turn]) -> dict[str, int] | None:
+    """The same by tool, a tool of which no result tells left out. Example: {"bash": 1, "edit": 0}."""
     told: dict[str, bool] = {}
+    names: dict[str, str] = {}
     for turn in turns:
+        names |= dict(_calls(turn))
         for message in turn.request.get("messages") or ():
             if message.get("role") == "tool" and (failed := _failed(message)) is not None:
                 told[str(message.get("tool_call_id"))] = failed
-    return sum(told.values()) if told else None
+    failures: dict[str, int] = {}
+    for call_id, failed in told.items():
+        # A result of a call that is in no recorded reply: the agent's own history, say.
+        name = names.get(call_id, "unknown")
+        failures[name] = failures.get(name, 0) + failed
+    return failures or None
 
 
 def completion(turns: list[Turn]) -> list[dict[str, Any]]:

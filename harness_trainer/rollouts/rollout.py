@@ -22,7 +22,7 @@ from harness_trainer.errors import DriverFailed, TaskError
 from harness_trainer.harnesses.base import Harness
 from harness_trainer.harnesses.reading import AgentReport, read_report
 from harness_trainer.rewards.custom import RewardFunction
-from harness_trainer.rewards.outcome import calls_by_name, main_turns
+from harness_trainer.rewards.outcome import calls_by_name, failures_by_name, main_turns
 from harness_trainer.rewards.verifier import VerifierResult, VerifyMode, verify
 from harness_trainer.rollouts import agents, scoring
 from harness_trainer.rollouts.boxes import Boxes
@@ -179,7 +179,9 @@ def _describe(result: RolloutResult, capture: Capture, agent: RunResult) -> None
     result.num_completion_tokens = sum(len(turn.completion_ids_T) for turn in agent_turns)
     summed_up = rollout_report(capture)
     result.num_trainable_turns = summed_up.num_trained_turns
-    result.tool_calls = calls_by_name(main_turns(capture))
+    result.num_bridged_turns = sum(turn.bridged_from is not None for turn in agent_turns)
+    answered = main_turns(capture)
+    result.tool_calls, result.tool_failures = calls_by_name(answered), failures_by_name(answered)
     for turn in capture.turns:
         result.findings += [f"{turn.turn_id}: {f.severity} {f.code}: {f.detail}" for f in turn.findings]
     result.findings += [f"rollout: {f.severity} {f.code}: {f.detail}" for f in summed_up.findings]

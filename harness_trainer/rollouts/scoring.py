@@ -25,6 +25,7 @@ from harness_trainer.rollouts.types import RolloutResult
 
 async def score(result: RolloutResult, capture: Capture, reward: RewardFunction) -> None:
     """The person's function has the last word; where it fails the reward is unknown, which is not 0."""
+    result.verifier_reward = result.reward
     try:
         shown = await asyncio.to_thread(outcome_of, result, capture)
     except ValueError as error:  # OpenEnv refuses what was captured

@@ -13,7 +13,7 @@ from typing import Any
 from capture_proxy.graph import assign_roles
 from capture_proxy.trace import rollout_report
 from capture_proxy.types import Capture, Severity, Turn, TurnRole
-from harness_trainer.rewards.outcome import calls_by_name, main_turns
+from harness_trainer.rewards.outcome import calls_by_name, failures_by_name, main_turns
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 _QUESTIONS = ("Reply with the single word: ok", "Use the bash tool to list the files in /tmp.")  # OpenEnv's, of engines
@@ -56,7 +56,9 @@ def describe(result: RolloutResult, capture: Capture, told: Any) -> None:
     result.num_completion_tokens = sum(len(turn.completion_ids_T) for turn in agent_turns)
     summed_up = rollout_report(capture)
     result.num_trainable_turns = summed_up.num_trained_turns
-    result.tool_calls = calls_by_name(main_turns(capture))
+    result.num_bridged_turns = sum(turn.bridged_from is not None for turn in agent_turns)
+    answered = main_turns(capture)
+    result.tool_calls, result.tool_failures = calls_by_name(answered), failures_by_name(answered)
     for turn in capture.turns:
         result.findings += [f"{turn.turn_id}: {f.severity} {f.code}: {f.detail}" for f in turn.findings]
     result.findings += [f"rollout: {f.severity} {f.code}: {f.detail}" for f in summed_up.findings]

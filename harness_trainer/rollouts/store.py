@@ -177,6 +177,11 @@ class RolloutStore(PolicyRecords):
         rows = self._read("SELECT trained_step FROM rollout_groups WHERE group_id = ?", group_id)
         return rows[0][0] if rows else None
 
+    def ready_times(self, step: int) -> dict[int, float]:
+        """When each group that `step` trained was handed over, in Unix seconds."""
+        sql = "SELECT group_id, ready_at FROM rollout_groups WHERE trained_step = ? AND ready_at IS NOT NULL"
+        return dict(self._read(sql, step))
+
     def trained_results(self, step: int) -> list[RolloutResult]:
         sql = "SELECT group_id FROM rollout_groups WHERE trained_step = ? ORDER BY group_id"
         return [result for (gid,) in self._read(sql, step) for result in self.results(gid)]

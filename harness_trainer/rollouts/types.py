@@ -66,3 +66,7 @@ class RolloutResult:
     exit_code: int | None = None  # the agent's, 128 + N = ended by signal N; None = it did not run, or was ended by us
     timed_out: bool = False  # the agent was still at work at its time limit
     tool_calls: dict[str, int] | None = None  # what the model asked for, by tool; None = there was no capture
+    # How many of their results say that the tool failed, by tool; a tool is absent, and all is None, where none tells.
+    tool_failures: dict[str, int] | None = None
+    num_bridged_turns: int | None = None  # agent turns whose prompt goes on from recorded ids; None = no capture
+    verifier_reward: float | None = None  # the verifier's, where a reward function had the last word; else None

@@ -93,7 +93,7 @@ def test_a_name_a_class_and_a_file_are_harnesses_of_harbors(tmp_path):
     assert load_harness("harbor:my.module:Agent").harbor.agent == "my.module:Agent"
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\nharbor: {agent: terminus-2, options: {max_turns: 3}}\nenv: {A: '${model}'}\n")
-    assert load_harness(str(file)).harbor.options == {"max_turns": 3}
+    assert (load_harness(str(file)).harbor.options, load_harness(str(file)).closed_status) == ({"max_turns": 3}, 401)
     mix = load_mix("harbor:terminus-2:3,pyagent,harbor:m:Class:2", [], RolloutConfig())
     assert mix.shares == {"harbor:terminus-2": 3, "pyagent": 1, "harbor:m:Class": 2}
     assert harness_names("harbor:terminus-2,pi") == ["harbor:terminus-2", "pi"]
