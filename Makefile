@@ -19,7 +19,7 @@ demo: setup
 
 # In two processes: most tests wait for something. Those that look at the same engine or folder keep to one of them.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 check: setup-project
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ The engine is $DOCKER_HOST, else Docker's own socket; `.ci/docker-engine start` 
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -64,14 +65,28 @@ def harbor_python() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        room = item.path.relative_to(Path(__file__).parent).parts[0]
-        in_docker = "docker_engine" in getattr(item, "fixturenames", ())
-        if in_docker:
+        if "docker_engine" in getattr(item, "fixturenames", ()):
             item.add_marker("docker")
-        # Run by several processes, a room's tests share what it starts for the session, and all that count containers
-        # or bomb the machine come one after the other.
-        alone = in_docker or room in ("sandboxes", "rewards")
-        item.add_marker(pytest.mark.xdist_group("containers" if alone else room))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Several processes (`pytest -n 2`) share the rooms: each room's tests run one after the other in one of them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Rooms(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _room(nodeid.partition("::")[0])
+
+    return Rooms(config, log)
+
+
+@functools.cache
+def _room(file: str) -> str:
+    """The folder of a test file. All that count containers or bomb the machine are one room."""
+    room = Path(file).parts[1]
+    alone = room in ("sandboxes", "rewards") or "docker_engine" in Path(__file__).parents[1].joinpath(file).read_text()
+    return "containers" if alone else room
 
 
 def _tls() -> dict[str, object]:
