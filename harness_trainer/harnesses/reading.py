@@ -44,7 +44,7 @@ def read_report(harness: Harness, stdout: str, exit_code: int | None) -> AgentRe
 
 
 def _lines(stdout: str) -> Iterator[Any]:
-    for line in stdout.splitlines():
+    for line in stdout.split("\n"):  # not `splitlines`: what a model says may hold U+2028 and the like
         try:
             yield json.loads(line)
         except ValueError:
@@ -54,14 +54,14 @@ def _lines(stdout: str) -> Iterator[Any]:
 def _document(stdout: str) -> Iterator[Any]:
     """The first JSON object or list that begins a line."""
     decoder, start = json.JSONDecoder(), 0
-    for line in stdout.splitlines(keepends=True):
+    for line in stdout.split("\n"):
         if line.lstrip()[:1] in ("{", "["):
             try:
                 yield decoder.raw_decode(stdout, start + len(line) - len(line.lstrip()))[0]
                 return
             except ValueError:
                 pass
-        start += len(line)
+        start += len(line) + 1
 
 
 def _last(events: list[Any], matches: list[Match]) -> str | None:

@@ -208,6 +208,12 @@ def test_an_agents_own_words_are_read(case):
     assert read_report(load_harness(name), stdout, exit_code) == report
 
 
+def test_a_line_separator_in_what_the_model_says_ends_no_line_of_the_agents_output():
+    event = {"role": "assistant", "content": "a\u2028b", "tool_calls": [{"function": {"name": "Bash"}}]}
+    report = read_report(load_harness("kimi-code"), json.dumps(event, ensure_ascii=False) + "\n", 0)
+    assert (report.final_message, report.tool_calls) == ("a\u2028b", {"Bash": 1})
+
+
 def test_agents_that_exit_with_0_after_failures_are_known():
     assert [name for name in CALLS if not load_harness(name).exit_0_is_success] == ["pi", "grok-cli"]
 
