@@ -16,18 +16,18 @@ from pathlib import Path
 
 from capture_proxy.admin_client import AdminClient
 from capture_proxy.errors import CaptureError
-from capture_proxy.trace import rollout_report, to_row_trace
+from capture_proxy.trace import to_row_trace
 from capture_proxy.types import Capture, SessionPolicy, Severity, TurnRole, TurnStatus
 from harness_trainer.errors import DriverFailed, TaskError
 from harness_trainer.harnesses.base import Harness
 from harness_trainer.harnesses.reading import AgentReport, read_report
 from harness_trainer.rewards.custom import RewardFunction
-from harness_trainer.rewards.outcome import calls_by_name, failures_by_name, main_turns
 from harness_trainer.rewards.verifier import VerifierResult, VerifyMode, verify
 from harness_trainer.rollouts import agents, scoring
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import GRACE_S, Budget, Caps, Limits, StageTimeout
 from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.counts import count
 from harness_trainer.rollouts.harbor import HarborAgents
 from harness_trainer.rollouts.place import Place
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
@@ -173,18 +173,7 @@ async def _run_agent(job: Job, means: Means, sandbox: Sandbox, budget: Budget, a
 
 
 def _describe(result: RolloutResult, capture: Capture, agent: RunResult) -> None:
-    agent_turns = [turn for turn in capture.turns if turn.role is TurnRole.AGENT]
-    result.num_turns = len(agent_turns)
-    result.num_side_turns = len(capture.turns) - len(agent_turns)
-    result.num_completion_tokens = sum(len(turn.completion_ids_T) for turn in agent_turns)
-    summed_up = rollout_report(capture)
-    result.num_trainable_turns = summed_up.num_trained_turns
-    result.num_bridged_turns = sum(turn.bridged_from is not None for turn in agent_turns)
-    answered = main_turns(capture)
-    result.tool_calls, result.tool_failures = calls_by_name(answered), failures_by_name(answered)
-    for turn in capture.turns:
-        result.findings += [f"{turn.turn_id}: {f.severity} {f.code}: {f.detail}" for f in turn.findings]
-    result.findings += [f"rollout: {f.severity} {f.code}: {f.detail}" for f in summed_up.findings]
+    count(result, capture)
     if agent.oom:
         result.findings.append("agent: warning out_of_memory: the memory limit ended a process while the agent ran")
 

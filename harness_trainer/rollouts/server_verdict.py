@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from capture_proxy.graph import assign_roles
-from capture_proxy.trace import rollout_report
 from capture_proxy.types import Capture, Severity, Turn, TurnRole
-from harness_trainer.rewards.outcome import calls_by_name, failures_by_name, main_turns
+from harness_trainer.rollouts.counts import count
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 _QUESTIONS = ("Reply with the single word: ok", "Use the bash tool to list the files in /tmp.")  # OpenEnv's, of engines
@@ -50,18 +49,7 @@ def _is_question(turn: Turn) -> bool:
 
 def describe(result: RolloutResult, capture: Capture, told: Any) -> None:
     """Counts, findings and times: ours of the capture, the server's of its trial."""
-    agent_turns = [turn for turn in capture.turns if turn.role is TurnRole.AGENT]
-    result.num_turns = len(agent_turns)
-    result.num_side_turns = len(capture.turns) - len(agent_turns)
-    result.num_completion_tokens = sum(len(turn.completion_ids_T) for turn in agent_turns)
-    summed_up = rollout_report(capture)
-    result.num_trainable_turns = summed_up.num_trained_turns
-    result.num_bridged_turns = sum(turn.bridged_from is not None for turn in agent_turns)
-    answered = main_turns(capture)
-    result.tool_calls, result.tool_failures = calls_by_name(answered), failures_by_name(answered)
-    for turn in capture.turns:
-        result.findings += [f"{turn.turn_id}: {f.severity} {f.code}: {f.detail}" for f in turn.findings]
-    result.findings += [f"rollout: {f.severity} {f.code}: {f.detail}" for f in summed_up.findings]
+    count(result, capture)
     result.findings += [f"server: {finding}" for finding in [*told.findings, *told.param_fixes]]
     if told.trial_name:
         result.findings.append(f"server: [INFO] trial {told.trial_name} in sandbox {told.sandbox}")
