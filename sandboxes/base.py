@@ -15,7 +15,10 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from sandboxes.ownership import Keeper
 
 FOLDERS = ("/app", "/logs/agent", "/logs/verifier", "/logs/artifacts", "/home", "/tmp")
 
@@ -220,6 +223,8 @@ class JobStatus:
     truncated: bool
     lost: bool = False  # it is gone without an exit code (kill_all, an out-of-memory kill of everything)
     timed_out: bool = False  # it was killed at its own time limit; exit_code is None then
+    oom: bool = False  # evidence that the memory limit ended a process while it ran
+    duration_s: float | None = None  # from its start to its end, as the sandbox says; None = it runs, or nobody noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +304,14 @@ class Sandbox(Protocol):
 
     async def kill_job(self, job_id: str) -> None:
         """End everything of the job. Idempotent."""
+        ...
+
+    async def keep(self, keeper: Keeper, until: float) -> None:
+        """Should this process be killed, no reaper takes the sandbox: a successor may `Backend.attach` it.
+
+        While `keeper` lives, and not after `until` (Unix seconds). Where a sandbox cannot be attached nothing changes.
+        Raises SandboxError.
+        """
         ...
 
     async def put_dir(self, source: Path, target: str) -> None:

@@ -105,7 +105,7 @@ class JobCalls(BoxCalls):
             raise KeyError(job_id)
         head, _, out = reader.out.data().partition(b"\n")
         words = head.split()
-        if len(words) != 4 or words[0] not in _STATES:
+        if len(words) != 6 or words[0] not in _STATES:
             raise SandboxError(f"the state of {job_id} cannot be read: {head[:100]!r} {reader.err.text()[-300:]}")
         num_out, num_err = int(words[2]), int(words[3])
         ended = words[0] == b"ended"
@@ -117,6 +117,8 @@ class JobCalls(BoxCalls):
             truncated=num_out > _CAP or num_err > _CAP,
             lost=words[0] == b"lost",
             timed_out=words[0] == b"timeout",
+            oom=words[4].isdigit() and int(words[4]) > 0,
+            duration_s=int(words[5]) / 100 if ended and words[5].isdigit() else None,
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from sandboxes.ownership import Claim, Owner, recorded_owner
+from sandboxes.ownership import Claim, Owner, recorded
 
 PROJECT = "harness-trainer"
 CLAIM = f"{PROJECT}.claim"  # the filter `label=harness-trainer.claim` finds every object that has an owner
@@ -99,16 +99,16 @@ def read_mark(labels: Mapping[str, str] | None) -> Mark | None:
 
 
 def dead_owner(labels: Mapping[str, str] | None, here: Owner) -> bool:
-    """Whether the object is ours and its owner is certainly dead. False when that cannot be known from here.
+    """Whether the object is ours and nobody owns it any more. False when that cannot be known from here.
 
-    The record wins over the labels, which cannot be changed when a sandbox is adopted.
+    The record wins over the labels, which cannot be changed when a sandbox is adopted, or kept for a successor.
     """
     mark = read_mark(labels)
     if mark is None:
         return False
-    recorded = recorded_owner(mark.registry, mark.claim_id, here)
-    if recorded is not None:
-        return recorded.alive(here) is False
+    claim = recorded(mark.registry, mark.claim_id, here)
+    if claim is not None:
+        return claim.is_abandoned(here)
     if mark.owner.boot_id != here.boot_id and (not mark.machine or mark.machine != machine_id()):
         return False  # perhaps another machine with this one's name
     return mark.owner.alive(here) is False

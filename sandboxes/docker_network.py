@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import logging
@@ -44,7 +45,7 @@ from sandboxes.docker_spares import Spare, Spares, sandbox_claim
 from sandboxes.host_sockets import CONTROL, HostSockets
 from sandboxes.lifecycle import remove_tree
 from sandboxes.netguard import known_resolvers
-from sandboxes.ownership import Claim, adopt, claim
+from sandboxes.ownership import Claim, Keeper, adopt, claim
 from sandboxes.processes import LifecycleError
 
 log = logging.getLogger(__name__)
@@ -227,6 +228,16 @@ class DockerNetwork:
             await link.remove()
             raise
         return link
+
+    async def keep(self, keeper: Keeper, until: float) -> None:
+        """What the run's sandboxes share waits for a successor as the sandboxes themselves do (`Claim.keep`).
+
+        Raises OSError.
+        """
+        async with self._lock:
+            for owner in [base.claim for base in (self._base, *self._adopted.values()) if base is not None]:
+                if owner.keeper != keeper or owner.kept_until < until:
+                    await self._threads(functools.partial(owner.keep, keeper, max(until, owner.kept_until)))
 
     # -- plans -----------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from sandboxes.docker_reaping import Thing, remove_thing
 from sandboxes.docker_sidecar import NetworkLink
 from sandboxes.docker_spares import sandbox_claim
 from sandboxes.docker_stream import Stream, can_end_input
-from sandboxes.ownership import Claim
+from sandboxes.ownership import Claim, Keeper
 from sandboxes.remote import RemoteSandbox
 
 log = logging.getLogger(__name__)
@@ -272,6 +272,16 @@ class DockerSandbox(RemoteSandbox):
         if self._link is not None:
             await self._link.check()  # what it failed at may be the way to the gateway
         return result
+
+    async def keep(self, keeper: Keeper, until: float) -> None:
+        self._ready()
+        owned = self._claim
+        assert owned is not None
+        try:
+            await self._engine.network.keep(keeper, until)
+            await self._thread(lambda: owned.keep(keeper, until))
+        except OSError as e:
+            raise SandboxError(f"cannot write to {owned.registry}: {e}; free space") from e
 
     async def take_over(self, owned: Claim) -> None:
         """Continue a container that another process made. Raises SandboxGone or SandboxError; stop it then."""

@@ -176,7 +176,12 @@ class E2BBackend:
             owned = await asyncio.to_thread(adopt, mark.registry, mark.claim_id)
         except LifecycleError as e:
             raise SandboxError(f"E2B sandbox {sandbox_id} cannot be taken over: {e}") from e
+        shared.claim_ids.add(owned.id)  # ours to end from here on, at the latest when the backend closes
         sandbox = await shared.service.connect(sandbox_id, shared.look_s + 300)
         box = self._box(await read_spec(sandbox), shared)
-        await box.take_over(sandbox, owned)
+        try:
+            await box.take_over(sandbox, owned)
+        except BaseException:
+            await box.stop()
+            raise
         return box

@@ -40,7 +40,7 @@ from sandboxes.e2b_service import (
     may_be_gone,
 )
 from sandboxes.e2b_templates import Templates
-from sandboxes.ownership import Claim, LifecycleError, claim
+from sandboxes.ownership import Claim, Keeper, LifecycleError, claim
 from sandboxes.remote import Exec, OnOutput, RemoteSandbox
 
 log = logging.getLogger(__name__)
@@ -167,6 +167,15 @@ class E2BSandbox(RemoteSandbox):
         self._lives_until = time.monotonic() + self._service.cut(self._wanted_lifetime_s())
         self._envd = Envd(sandbox)
         self._keeper = asyncio.create_task(self._keep(), name=f"lifetime of {self._box_id}")
+
+    async def keep(self, keeper: Keeper, until: float) -> None:
+        self._ready()
+        assert self._claiming is not None
+        owned = await self._claiming
+        try:
+            await asyncio.to_thread(owned.keep, keeper, until)
+        except OSError as e:
+            raise SandboxError(f"cannot write to {owned.registry}: {e}; free space") from e
 
     async def take_over(self, sandbox: AsyncSandbox, owned: Claim) -> None:
         """The sandbox of a process that died; `owned` is ours now."""

@@ -313,7 +313,8 @@ case $3 in file) [ -f "./$2" ] ;; *) [ -d "./$2" ] ;; esac || exit {NOT_THERE}
 READ = LOOK + 'head -c "$4" "./$2"\n'
 
 # A job is a folder of root's with files of the job's user: in, out, err, pid ("<pid> <start ticks>"), code ("<exit
-# code> <out-of-memory kills>", empty while it runs); and root's own `timeout`, which is there once its time was up.
+# code> <out-of-memory kills> <hundredths of a second that it took>", empty while it runs); and root's own `timeout`,
+# which is there once its time was up.
 # Arguments: state folder, id, owner, seconds until it is killed ("" = never), start of time, our secret.
 JOB_NEW = (
     _FRAME
@@ -341,11 +342,12 @@ _JOB_BODY = (
     + _EXEC
     + """
 j=$1 d=$2; shift 2
-ooms; b=$o
+now() { read -r up rest < /proc/uptime; cs=${up%.*}${up#*.}; }
+ooms; b=$o; now; t0=$cs
 if cd "$d"; then (exec <"$j/in" >>"$j/out" 2>>"$j/err"; become "$@"); c=$?
 else echo "sandbox: no folder $d to run in" >>"$j/err"; c=126; fi
-ooms
-printf '%s %s\\n' "$c" "$((o - b))" > "$j/code"
+ooms; now
+printf '%s %s %s\\n' "$c" "$((o - b))" "$((cs - t0))" > "$j/code"
 """
 )
 # Arguments: script of the job, its folder, working folder, then the command. Runs as the job's user.
@@ -363,8 +365,8 @@ printf '%s %s\\n' $! "${20}" > "$j/pid"
 JOB_BODY = _JOB_BODY
 
 # Arguments: the job's folder, hundredths of a second to wait for its end, bytes to print of each stream. Prints the
-# line "<running|ended|timeout|lost> <exit code> <bytes of out> <bytes of err>", then the streams, each half from its
-# start and half from its end.
+# line "<running|ended|timeout|lost> <exit code> <bytes of out> <bytes of err> <out-of-memory kills> <hundredths>" (a
+# dash = none), then the streams, each half from its start and half from its end.
 JOB_STATUS = (
     _FRAME
     + f"""
@@ -379,8 +381,8 @@ alive() {{
 }}
 look() {{
   a=; alive 2>/dev/null && a=1
-  code=
-  read -r code rest < code
+  code= kills= took=
+  read -r code kills took < code
   if [ -n "$code" ]; then state=ended; elif [ -n "$a" ]; then state=running; else state=lost; fi
 }}
 now() {{ read -r up rest < /proc/uptime; cs=${{up%.*}}${{up#*.}}; }}
@@ -394,7 +396,7 @@ while look; [ $state = running ]; do
 done
 [ $state != running ] && [ -e timeout ] && state=timeout
 a=$(($(wc -c < out))) b=$(($(wc -c < err)))
-printf '%s %s %s %s\\n' $state "${{code:--}}" $a $b
+printf '%s %s %s %s %s %s\\n' $state "${{code:--}}" $a $b "${{kills:--}}" "${{took:--}}"
 show() {{
   if [ $2 -le $cap ]; then head -c $2 $1
   else head -c $((cap - cap / 2)) $1; tail -c +$(($2 - cap / 2 + 1)) $1 | head -c $((cap / 2)); fi

@@ -41,7 +41,7 @@ class Job:
         self._running: HostProcess | BoxProcess
         self._watched = -1  # becomes readable when the command may be over
         self._over = False
-        self._ends_at = float("inf")  # monotonic seconds
+        self._began = self._ends_at = float("inf")  # monotonic seconds
         self._terminated_at: float | None = None  # its time was up
         self._asked_to_end, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -52,7 +52,8 @@ class Job:
         """Raises NotStarted, or SandboxGone."""
         order = self._order
         timeout_s = float("inf") if order.timeout_s is None else order.timeout_s
-        self._ends_at = min(time.monotonic() + timeout_s, float("inf") if order.ends_at is None else order.ends_at)
+        self._began = time.monotonic()
+        self._ends_at = min(self._began + timeout_s, float("inf") if order.ends_at is None else order.ends_at)
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
         stdio = [self._folder.open_stdin(), *(writer for _, writer in pipes)]
         try:
@@ -118,7 +119,8 @@ class Job:
         late = self._terminated_at is not None
         while any(self._pump(fd, wait=False) for fd in self._streams):
             pass  # what it left in the pipes belongs to it
-        self._folder.end(None if late else self._running.exit_code, timed_out=late)
+        duration_s = time.monotonic() - self._began
+        self._folder.end(None if late else self._running.exit_code, timed_out=late, duration_s=duration_s)
         self._over = True
         self._selector.unregister(self._watched)
         if isinstance(self._running, HostProcess):
@@ -153,7 +155,7 @@ def main(path: str) -> int:
     except NotStarted as e:
         why = f"no folder {folder.order().cwd} to run in" if e.what == "cwd" else f"cannot be run: {e}"
         StreamFile(folder.path, "stderr", 10_000).append(f"sandbox: {why}\n".encode())
-        folder.end(126, timed_out=False)
+        folder.end(126, timed_out=False, duration_s=0.0)
         _tell("started")
     except SandboxError as e:
         _tell(str(e))

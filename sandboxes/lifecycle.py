@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sandboxes.ownership import Claim, Owner, adopt, claim, default_registry, locked, read_record
-from sandboxes.processes import MARKER, LifecycleError, Traces, find_all, kill_owned
+from sandboxes.ownership import Claim, Keeper, Owner, adopt, claim, default_registry, locked, read_record, records
+from sandboxes.processes import MARKER, LifecycleError, Spared, Traces, find_all, kill_owned
 
 if TYPE_CHECKING:
     from sandboxes import docker_reaping, e2b_reaping
@@ -39,6 +39,7 @@ __all__ = [
     "adopt",
     "claim",
     "default_registry",
+    "kept",
     "reap",
     "remove_tree",
     "start_process",
@@ -98,12 +99,18 @@ class Reaped:
         return f"{self.id}: {', '.join(parts) or 'its record'}" + (f"; PROBLEM: {self.problem}" if self.problem else "")
 
 
-def reap(registry: Path, *, dry_run: bool = False) -> list[Reaped]:
+def kept(registry: Path) -> list[Spared]:
+    """What waits for its owner's successor: whoever ends the owner's processes must let it be."""
+    here = Owner.current()
+    return [Spared(r.id, tuple(map(Path, r.folders))) for r in records(registry, here) if r.is_kept(here)]
+
+
+def reap(registry: Path, *, dry_run: bool = False, given_up: Keeper | None = None) -> list[Reaped]:
     """End what dead owners left: kill its processes, remove its folders and what it made in engines, drop its records.
 
-    Touches nothing of a living owner, of another host or of another container. Safe to run at the same time as other
-    reapers, and at every start: without records of dead owners it costs a look into a folder. Blocking. `dry_run` only
-    tells.
+    Touches nothing of a living owner, of another host or of another container, and nothing that is kept for a dead
+    owner's successor, unless its keeper is the one that has `given_up`. Safe to run at the same time as other reapers,
+    and at every start: without records of dead owners it costs a look into a folder. Blocking. `dry_run` only tells.
     """
     here = Owner.current()
     reaped: list[Reaped] = []
@@ -113,6 +120,8 @@ def reap(registry: Path, *, dry_run: bool = False) -> list[Reaped]:
             with contextlib.ExitStack() as lock:
                 record = read_record(path, here) if lock.enter_context(locked(path)) else None
                 if record is None or record.owner.alive(here) is not False:
+                    continue
+                if record.is_kept(here) and record.keeper != given_up:
                     continue
                 if dry_run:
                     reaped.append(_describe(record))
@@ -240,10 +249,11 @@ class OwnedProcess:
         except subprocess.TimeoutExpired:
             return None
 
-    def stop(self, grace_s: float = 5.0) -> int | None:
+    def stop(self, grace_s: float = 5.0, *, successor: bool = False) -> int | None:
         """SIGTERM to the group, wait, SIGKILL for whatever is left, drop the record. Idempotent; blocking.
 
-        Also reaps what the child itself owned (a runner's sandboxes). Returns the exit code.
+        Also reaps what the child itself owned (a runner's sandboxes). `successor` = another of its kind is started
+        next: what the child has put by for it (`Claim.keep`) goes on. Returns the exit code.
         """
         with self._lock:
             if not self._ended:
@@ -251,11 +261,14 @@ class OwnedProcess:
                     self._popen.send_signal(signal.SIGTERM)  # the supervisor passes it to the whole group, once
                     self.wait(grace_s)
                 session = self.pid if self.alive() else None
-                kill_owned(self.owned_id, Traces(log=self.log_path, session=session))
+                registry = self._claim.registry
+                spared = kept(registry) if successor else ()
+                kill_owned(self.owned_id, Traces(log=self.log_path, session=session), spared=spared)
                 self._popen.wait()
                 self._claim.release()
-                reap(self._claim.registry)
                 self._ended = True
+            # Also when it had ended before: a successor that was waited for then may never have come.
+            reap(self._claim.registry, given_up=None if successor else Keeper(self._claim.owner, self.kind))
         return self._popen.returncode
 
     async def stop_async(self, grace_s: float = 5.0) -> int | None:

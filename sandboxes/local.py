@@ -41,7 +41,7 @@ from sandboxes.local_box import LocalSandbox, remove_folders
 from sandboxes.local_plan import Kept, Plan, Service, Services
 from sandboxes.local_process import own_user
 from sandboxes.local_watch import ENFORCED
-from sandboxes.ownership import Owner, recorded_owner
+from sandboxes.ownership import Owner, recorded
 from sandboxes.processes import kill_owned
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class LocalBackend:
         try:
             adopted = await asyncio.to_thread(adopt, self._registry, sandbox_id)
         except LifecycleError as e:
-            if recorded_owner(self._registry, sandbox_id, Owner.current()) is not None:
+            if recorded(self._registry, sandbox_id, Owner.current()) is not None:
                 raise SandboxError(f"cannot take the sandbox over: {e}") from e
             raise SandboxGone(f"the sandbox is gone: {e}") from e
         kept = await asyncio.to_thread(_kept, adopted)

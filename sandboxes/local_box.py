@@ -37,6 +37,7 @@ from sandboxes.local_plan import Kept, Plan, Services
 from sandboxes.local_process import HostProcess, NotStarted, Running, in_memory, own_user, search_path
 from sandboxes.local_watch import ulimits, watch
 from sandboxes.output import Capture
+from sandboxes.ownership import Keeper
 from sandboxes.processes import MARKER, Traces, find_near, kill_owned
 from sandboxes.relay import Relay
 
@@ -75,6 +76,7 @@ class LocalSandbox(LocalFiles):
         self._num_commands = 0
         self._captures: set[Capture] = set()  # of every command, while something holds its output open
         self._commands: dict[str, _Command] = {}  # that run, by id
+        self._ending_all = asyncio.Lock()  # at a limit: what is started meanwhile would be killed with the rest
         self._known_jobs: Jobs | None = None
         self._ends_at: float | None = None  # monotonic seconds, the same for every process of this machine
         self._watch_task: asyncio.Task[None] | None = None
@@ -242,6 +244,13 @@ class LocalSandbox(LocalFiles):
             self._relays.push_async_callback(relay.close)
             self._relays.callback(server.close)
 
+    async def keep(self, keeper: Keeper, until: float) -> None:
+        claimed = self._claimed
+        try:
+            await in_thread(lambda: claimed.keep(keeper, until))
+        except OSError as e:
+            raise SandboxError(f"cannot write to {self._registry}: {e}; free space") from e
+
     async def renew(self) -> None:
         self._check_alive()
         self._check_deadline()
@@ -320,17 +329,19 @@ class LocalSandbox(LocalFiles):
         return self._sealed.pids(), 1 + ours + len(self._commands)
 
     async def end_all(self, reason: str) -> None:
-        for command in self._commands.values():
-            command.broken = command.broken or reason
-        try:
-            await self.kill_all()
-        except SandboxError as e:
-            log.warning("%s: at its %s: %s", self.sandbox_id, reason, e)
+        async with self._ending_all:
+            for command in self._commands.values():
+                command.broken = command.broken or reason
+            try:
+                await in_thread(lambda: self._jobs.break_all(reason))
+                await self.kill_all()
+            except SandboxError as e:
+                log.warning("%s: at its %s: %s", self.sandbox_id, reason, e)
 
     # --- commands ---
 
     async def run(self, command: Command) -> RunResult:
-        self._check(command)
+        await self._may_start(command)
         began = time.monotonic()
         command_id, env = self._next_command(command)
         out, err = (Capture(command.output_cap, self._captures.discard) for _ in range(2))
@@ -367,6 +378,10 @@ class LocalSandbox(LocalFiles):
             duration_s=time.monotonic() - began,
             oom=state.broken.startswith("memory"),
         )
+
+    async def _may_start(self, command: Command) -> None:
+        async with self._ending_all:
+            self._check(command)
 
     def _check(self, command: Command) -> None:
         self._started()
@@ -441,7 +456,7 @@ class LocalSandbox(LocalFiles):
     # --- detached jobs ---
 
     async def start_job(self, command: Command) -> str:
-        self._check(command)
+        await self._may_start(command)
         command_id, env = self._next_command(command)
         order = Order(
             job_id=secrets.token_hex(6),
@@ -471,10 +486,11 @@ class LocalSandbox(LocalFiles):
     async def wait_job(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         pause = 0.01
-        while (status := await self.job(job_id)).running and (left := end - time.monotonic()) > 0:
+        # Its output is read once, at the end: it may be long, and a run has many jobs.
+        while not await in_thread(lambda: self._jobs.get(job_id).has_ended()) and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(pause, left))
-            pause = min(2 * pause, 0.25)
-        return status
+            pause = min(2 * pause, 0.1)
+        return await self.job(job_id)
 
     async def kill_job(self, job_id: str) -> None:
         await in_thread(lambda: self._jobs.kill(job_id))

@@ -2,7 +2,8 @@
 
 `Jobs` starts and ends the supervisors of one sandbox (`job_supervisor`), for `local_box`. Owns the layout of
 `<control>/jobs/<id>/`: `order.json` and `stdin` (from the caller), `supervisor.json` (who runs it), `end.json` (how it
-ended), and each stream as `<name>.head` and numbered segments behind it, of which the last two are kept. Blocking.
+ended), `broken.json` (the sandbox's limit that ended it), and each stream as `<name>.head` and numbered segments behind
+it, of which the last two are kept. Blocking.
 """
 
 from __future__ import annotations
@@ -73,27 +74,31 @@ class JobFolder:
 
     def supervisor(self) -> int | None:
         """The pid of the living supervisor, None when there is none."""
-        try:
-            pid, ticks = self._read("supervisor.json")
-        except FileNotFoundError:
+        signed = self._read_if_there("supervisor.json")
+        if signed is None:
             return None
+        pid, ticks = signed
         return pid if is_running(pid, ticks) else None
 
-    def end(self, exit_code: int | None, *, timed_out: bool) -> None:
-        self._write("end.json", {"exit_code": exit_code, "timed_out": timed_out})
+    def end(self, exit_code: int | None, *, timed_out: bool, duration_s: float) -> None:
+        self._write("end.json", {"exit_code": exit_code, "timed_out": timed_out, "duration_s": duration_s})
+
+    def break_at(self, limit: str) -> None:
+        """Note that the sandbox is about to end the job, because it has passed this limit of the whole."""
+        if not self.has_ended():
+            self._write("broken.json", limit)
 
     def has_ended(self) -> bool:
         return (self.path / "end.json").exists() or self.supervisor() is None
 
     def status(self) -> JobStatus:
         alive = self.supervisor() is not None  # asked first: it writes the end before it goes
-        try:
-            end = self._read("end.json")
-        except FileNotFoundError:
-            end = None
+        end, broken = self._read_if_there("end.json"), self._read_if_there("broken.json") or ""
         cap = self.order().output_cap
         out, err = (StreamFile(self.path, name, cap) for name in ("stdout", "stderr"))
         (stdout, cut_out), (stderr, cut_err) = out.text(), err.text()
+        if broken and not alive:
+            stderr += f"sandbox: killed at its {broken}\n"
         return JobStatus(
             running=end is None and alive,
             exit_code=None if end is None else end["exit_code"],
@@ -102,6 +107,8 @@ class JobFolder:
             truncated=cut_out or cut_err,
             lost=end is None and not alive,
             timed_out=end is not None and end["timed_out"],
+            oom=broken.startswith("memory"),
+            duration_s=None if end is None else end["duration_s"],
         )
 
     def _write(self, name: str, data: Any) -> None:
@@ -111,6 +118,12 @@ class JobFolder:
 
     def _read(self, name: str) -> Any:
         return json.loads((self.path / name).read_text())
+
+    def _read_if_there(self, name: str) -> Any:
+        try:
+            return self._read(name)
+        except FileNotFoundError:
+            return None
 
 
 class Jobs:
@@ -163,6 +176,11 @@ class Jobs:
                 raise SandboxError(f"the job {job_id} cannot be ended")
             time.sleep(0.005)
 
+    def break_all(self, limit: str) -> None:
+        """Before `kill_all`, when the sandbox has passed a limit of the whole."""
+        for order in self._path.glob("*/order.json"):
+            JobFolder(order.parent).break_at(limit)
+
     def kill_all(self) -> None:
         """End the supervisors. Raises LifecycleError."""
         if self.any():
@@ -174,8 +192,10 @@ class Jobs:
         return bool(self._supervisors) or self._path.exists()
 
     def num_running(self) -> int:
+        """Whose supervisors live, also those that an owner before us started."""
         self._poll()
-        return sum(supervisor.returncode is None for supervisor in self._supervisors)
+        signed = self._path.glob("*/supervisor.json")
+        return sum(JobFolder(path.parent).supervisor() is not None for path in signed)
 
     def bury(self) -> None:
         """Wait for supervisors that were killed."""

@@ -18,23 +18,27 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sandboxes.processes import MARKER, LifecycleError, is_running, read_proc
 
 __all__ = [
     "Claim",
+    "Keeper",
     "LifecycleError",
     "Owner",
     "adopt",
     "claim",
     "default_registry",
     "has_record",
+    "keeper_of_this_process",
     "locked",
     "read_record",
-    "recorded_owner",
+    "recorded",
+    "records",
 ]
 
-SCHEMA = 2  # 2 added `engine` and `unlabelled`; records of 1 are still read
+SCHEMA = 3  # 2 added `engine` and `unlabelled`, 3 `keeper` and `kept_until`; older records are still read
 _RECORD_NAME = re.compile(r"(?P<kind>[a-z0-9_]+)-(?P<pid>\d+)-(?P<ticks>\d+)-[0-9a-f]{8}\.json")
 
 
@@ -67,6 +71,14 @@ class Owner:
         return is_running(self.pid, self.start_ticks)
 
 
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """The process that will start an owner again when it dies. Example: Keeper(Owner(398, ..), "runner")."""
+
+    owner: Owner
+    kind: str  # of the owned process that it starts again
+
+
 @dataclass(slots=True)
 class Claim:
     """One owned thing on record. Write it before the thing exists, `release` it when the thing is gone."""
@@ -81,6 +93,8 @@ class Claim:
     log: str = ""  # absolute path of the file its processes write to; "" = none
     engine: str = ""  # where else it owns things, e.g. "docker:unix:///var/run/docker.sock"; "" = nowhere
     unlabelled: list[str] = field(default_factory=list)  # ids in the engine that cannot carry a label with our id
+    keeper: Keeper | None = None  # the thing waits for its owner's successor while this one lives; None = it does not
+    kept_until: float = 0.0  # Unix seconds; nobody waits for longer
 
     @property
     def marker(self) -> str:
@@ -102,6 +116,24 @@ class Claim:
         temp = self.registry / f".{self.id}.tmp"
         temp.write_text(json.dumps(data))
         temp.replace(self.registry / f"{self.id}.json")
+
+    def keep(self, keeper: Keeper, until: float) -> None:
+        """From now on it outlives its owner, for a successor to `adopt`: while the keeper lives, and not after `until`.
+
+        Raises OSError.
+        """
+        self.keeper, self.kept_until = keeper, until
+        self.save()
+
+    def is_kept(self, here: Owner) -> bool:
+        """Whether it waits for a successor of its owner, should that one be dead."""
+        if self.keeper is None or time.time() > self.kept_until:
+            return False
+        return self.keeper.owner.alive(here) is not False
+
+    def is_abandoned(self, here: Owner) -> bool:
+        """Whether it is a reaper's: its owner is certainly dead, and no successor is waited for."""
+        return self.owner.alive(here) is False and not self.is_kept(here)
 
     def renew(self) -> None:
         """As if made now: something is about to be asked for in its name, which may be under way when we are killed.
@@ -161,12 +193,27 @@ def adopt(registry: Path, claim_id: str) -> Claim:
     return record
 
 
-def recorded_owner(registry: Path, claim_id: str, here: Owner) -> Owner | None:
-    """Who owns the thing by its record; None when there is none."""
+def keeper_of_this_process(registry: Path) -> Keeper | None:
+    """Whoever started this process as an owned one, and may start it again; None = nobody did, by the records."""
+    own_id = os.environ.get(MARKER, "").rpartition("/")[2]
+    if not own_id or not has_record(registry, own_id):
+        return None
+    record = read_record(registry / f"{own_id}.json", Owner.current())
+    return None if record is None else Keeper(record.owner, record.kind)
+
+
+def recorded(registry: Path, claim_id: str, here: Owner) -> Claim | None:
+    """The thing by its record; None when there is none."""
     if not has_record(registry, claim_id):
         return None
-    record = read_record(registry / f"{claim_id}.json", here)
-    return None if record is None else record.owner
+    return read_record(registry / f"{claim_id}.json", here)
+
+
+def records(registry: Path, here: Owner) -> Iterator[Claim]:
+    """All that are in the folder now."""
+    for path in sorted(registry.glob("*.json")) if registry.is_dir() else []:
+        if (record := read_record(path, here)) is not None:
+            yield record
 
 
 def has_record(registry: Path, claim_id: str) -> bool:
@@ -217,9 +264,15 @@ def read_record(path: Path, here: Owner) -> Claim | None:
             log=str(data["log"]),
             engine=str(data.get("engine", "")),
             unlabelled=[str(i) for i in data.get("unlabelled", [])],
+            keeper=_read_keeper(data.get("keeper")),
+            kept_until=float(data.get("kept_until", 0.0)),
         )
     except (OSError, ValueError, TypeError, KeyError):
         # The name alone still tells the owner; its folder, if it had one, can only be guessed.
         owner = Owner(int(name["pid"]), int(name["ticks"]), here.boot_id, here.pid_namespace, here.host)
         guess = str(Path(tempfile.gettempdir()) / path.stem)
         return Claim(path.stem, name["kind"], path.parent, owner, folders=[guess])
+
+
+def _read_keeper(data: dict[str, Any] | None) -> Keeper | None:
+    return None if data is None else Keeper(Owner(**data["owner"]), str(data["kind"]))

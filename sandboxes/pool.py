@@ -56,6 +56,7 @@ class Counts:
     dead: int = 0  # found dead at hand-out, and replaced
     failed: int = 0  # starts that failed, for now or for later
     unused: int = 0  # ended without having been handed out
+    adopted: int = 0  # of an earlier pool, whose process was killed
     waited_s: float = 0.0  # by all callers together
 
 
@@ -211,6 +212,15 @@ class Pool:
     async def give_up(self, lease: Lease) -> None:
         """End the sandbox. Raises nothing; when that takes long it goes on without the caller."""
         await asyncio.wait({self._end(lease.sandbox)}, timeout=self._times.stop)
+
+    def adopt(self, sandbox: Sandbox) -> Lease:
+        """A sandbox that `Backend.attach` gave, as if it had been taken here: the caller has to `give_up` the lease.
+
+        Raises SandboxError, and the sandbox is still the caller's then.
+        """
+        self._require_open()
+        self.counts.adopted += 1
+        return Lease(sandbox, warm=False, waited_s=0.0)
 
     def _lease(self, sandbox: Sandbox, warm: bool, began: float) -> Lease:
         waited_s = time.monotonic() - began

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +56,10 @@ def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _pattern(owned_id: str) -> re.Pattern[bytes]:
-    """The id as a whole: in the marker, or in a path such as HOME, since folders are named after it."""
-    return re.compile(rb"(?<![\w.-])" + re.escape(owned_id.encode()) + rb"(?![\w.-])")
+def _pattern(*owned_ids: str) -> re.Pattern[bytes]:
+    """An id as a whole: in the marker, or in a path such as HOME, since folders are named after it."""
+    ids = b"|".join(re.escape(owned_id.encode()) for owned_id in owned_ids)
+    return re.compile(rb"(?<![\w.-])(?:" + ids + rb")(?![\w.-])")
 
 
 def _marked(pid: int, pattern: re.Pattern[bytes]) -> bool:
@@ -68,11 +69,12 @@ def _marked(pid: int, pattern: re.Pattern[bytes]) -> bool:
         return False
 
 
-def _inside(pid: int, folder: Path) -> bool:
+def _inside(pid: int, *folders: Path) -> bool:
     try:
-        return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(folder)
+        cwd = Path(os.readlink(f"/proc/{pid}/cwd"))
     except OSError:
         return False
+    return any(cwd.is_relative_to(folder) for folder in folders)
 
 
 def _writes_to(pid: int, log: Path) -> bool:
@@ -114,17 +116,44 @@ def find_below(ancestor: int) -> list[int]:
     return sorted(found - {ancestor})
 
 
-def find_all(owned_id: str, traces: Traces) -> list[int]:
-    """Pids that belong to an owned thing: by the marker, by `traces`, or as a descendant of one. Never this process."""
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """A thing in an owned one that outlives it. Example: Spared("sandbox-412-98213-0a1b2c3d", (Path("/tmp/.."),))."""
+
+    id: str
+    folders: tuple[Path, ...] = ()  # its own; see `Traces.folder`
+
+
+def find_all(owned_id: str, traces: Traces, spared: Sequence[Spared] = ()) -> list[int]:
+    """Pids that belong to an owned thing: by the marker, by `traces`, or as a descendant of one. Never this process.
+
+    Nor anything of what is `spared`, though it may descend from the thing.
+    """
     me, pattern = os.getpid(), _pattern(owned_id)
     procs = [p for p in map(read_proc, _pids()) if p is not None and p.state not in "ZX" and p.pid != me]
+    if kept := _kept(procs, spared):
+        procs = [p for p in procs if p.pid not in kept]
     found = {p.pid for p in procs if _marked(p.pid, pattern) or _has_trace(p, traces)}
+    return sorted(_with_descendants(procs, found, traces.parent))
+
+
+def _kept(procs: Sequence[Proc], spared: Sequence[Spared]) -> set[int]:
+    if not spared:
+        return set()
+    pattern = _pattern(*(thing.id for thing in spared))
+    folders = [folder for thing in spared for folder in thing.folders]
+    roots = {p.pid for p in procs if _marked(p.pid, pattern) or (not p.has_tty and _inside(p.pid, *folders))}
+    return _with_descendants(procs, roots, None)
+
+
+def _with_descendants(procs: Sequence[Proc], found: set[int], parent: int | None) -> set[int]:
+    """`found` and all below them, and below `parent`."""
     grown = True
     while grown:
-        children = {p.pid for p in procs if p.ppid in found or p.ppid == traces.parent} - found
-        found |= children
+        children = {p.pid for p in procs if p.ppid in found or p.ppid == parent} - found
+        found = found | children
         grown = bool(children)
-    return sorted(found)
+    return found
 
 
 def _has_trace(proc: Proc, traces: Traces) -> bool:
@@ -135,7 +164,7 @@ def _has_trace(proc: Proc, traces: Traces) -> bool:
     )
 
 
-def kill_owned(owned_id: str, traces: Traces = Traces(), *, limit_s: float = 3.0) -> int:
+def kill_owned(owned_id: str, traces: Traces = Traces(), *, spared: Sequence[Spared] = (), limit_s: float = 3.0) -> int:
     """SIGKILL everything `find_all` finds until nothing is left; returns how many were killed. Blocking.
 
     Nothing is left when two looks in a row find nothing: one may fall between a daemon's fork and its parent's end.
@@ -145,7 +174,7 @@ def kill_owned(owned_id: str, traces: Traces = Traces(), *, limit_s: float = 3.0
     end = time.monotonic() + limit_s
     num_empty = 0
     while num_empty < 2:
-        pids = find_all(owned_id, traces)
+        pids = find_all(owned_id, traces, spared)
         num_empty = 0 if pids else num_empty + 1
         for pid in pids:
             proc = read_proc(pid)

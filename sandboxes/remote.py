@@ -31,6 +31,7 @@ from sandboxes.box_calls import Account, Exec, OnOutput, Reader
 from sandboxes.box_files import FileCalls
 from sandboxes.box_jobs import JobCalls
 from sandboxes.health import wait_healthy
+from sandboxes.ownership import Keeper
 
 __all__ = ["Exec", "OnOutput", "RemoteSandbox"]
 
@@ -133,6 +134,10 @@ class RemoteSandbox(FileCalls, JobCalls):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.stop()
+
+    async def keep(self, keeper: Keeper, until: float) -> None:
+        """As for a service in which a box cannot be found again: nothing."""
+        self._ready()
 
     async def adopt(self, sandbox_id: str) -> None:
         """Take over a box that runs already: the backend's `attach` calls it. Raises SandboxGone or SandboxError."""

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started with -I -S: no site, no working directory
 
-from sandboxes.lifecycle import reap
+from sandboxes.lifecycle import kept, reap
 from sandboxes.processes import Traces, is_running, kill_owned
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -57,10 +57,11 @@ def supervise(order: dict[str, Any]) -> int:
         pass_on(signal.SIGTERM, None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(order["grace_s"])
-    kill_owned(order["id"], Traces(session=os.getsid(0), parent=os.getpid()))
+    registry = Path(order["registry"])
+    traces = Traces(session=os.getsid(0), parent=os.getpid())
+    kill_owned(order["id"], traces, spared=kept(registry))  # while the owner lives, it may start the child again
     code = child.wait()
     _bury_others(0)
-    registry = Path(order["registry"])
     if owner_died:
         (registry / f"{order['id']}.json").unlink(missing_ok=True)
     reap(registry)  # what the child owned itself

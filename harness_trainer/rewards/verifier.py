@@ -23,7 +23,7 @@ without a boundary (plain local) the agent runs as you and could prepare anythin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -91,13 +91,16 @@ async def verify(
     keep: Path | None = None,
     registry: Path | None = None,
     caps: Caps = DEFAULT_CAPS,
+    before_tests: Callable[[], Awaitable[None]] | None = None,
 ) -> VerifierResult:
     """Score what the agent left in `sandbox`. Ends every process there first, and what the tests leave afterwards.
 
     `final_message` is what the agent said last (None = nothing); tests read it at /logs/agent/final_message.txt.
     `backend` made `sandbox` from `spec` (None = the task's) and makes the fresh one. `timeout_s` None = the task's own
     limit for its tests. `keep` = folder for the verifier's logs and the task's artifacts (None = not kept). `registry`
-    = where the temp folder of a copy is recorded (None = the default one). Raises SandboxError when a sandbox fails
+    = where the temp folder of a copy is recorded (None = the default one). `before_tests` is called before tests are
+    brought into `sandbox` itself: until then, and where they run in a fresh one, all of this can be done over again;
+    from then on the agent's code may have run with the tests' rights there. Raises SandboxError when a sandbox fails
     (never scored as 0), TaskError when [metadata] is wrong or the verifier needs a variable that is not set.
     """
     rules = grading_rules(task)
@@ -108,6 +111,8 @@ async def verify(
         with work.timed("stop"):
             await sandbox.kill_all()
         await work.keep_artifacts(sandbox)
+        if before_tests is not None:
+            await before_tests()
         return await work.score(sandbox, VerifyMode.SAME, look_in=workspace.sources(task, sandbox.workdir))
     with work.timed("stop"):
         await work.stop_agent(sandbox)

@@ -2,58 +2,33 @@
 
 Owns the order of the stages and the decision what a rollout came to. It runs the agent, the verifier and the capture
 through their rooms and knows none of their insides. Every failure becomes a result; only cancellation leaves early.
+What a killed runner left is gone on with from the agent: its end, or what is left of its time, then the ordinary rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-from capture_proxy.admin_client import AdminClient
 from capture_proxy.errors import CaptureError
 from capture_proxy.trace import to_row_trace
-from capture_proxy.types import Capture, SessionPolicy, Severity, TurnRole, TurnStatus
+from capture_proxy.types import Capture, Severity, Turn, TurnRole, TurnStatus
 from harness_trainer.errors import DriverFailed, TaskError
 from harness_trainer.harnesses.base import Harness
 from harness_trainer.harnesses.reading import AgentReport, read_report
-from harness_trainer.rewards.custom import RewardFunction
 from harness_trainer.rewards.verifier import VerifierResult, VerifyMode, verify
-from harness_trainer.rollouts import agents, scoring
-from harness_trainer.rollouts.boxes import Boxes
-from harness_trainer.rollouts.budget import GRACE_S, Budget, Caps, Limits, StageTimeout
-from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts import agent_stage, scoring
+from harness_trainer.rollouts.budget import Budget, Limits, StageTimeout
 from harness_trainer.rollouts.counts import count
-from harness_trainer.rollouts.harbor import HarborAgents
-from harness_trainer.rollouts.place import Place
+from harness_trainer.rollouts.means import Means as Means
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
-from sandboxes.base import Backend, BoxSpec, RunResult, Sandbox, SandboxError, SetupFailed
-from sandboxes.pool import Pool
+from sandboxes.base import RunResult, SandboxError, SetupFailed
 
 log = logging.getLogger("harness_trainer.rollouts")
 
 CAPTURE_TIMEOUT_S = 120.0  # to seal the session and read it back
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What all rollouts of a runner share."""
-
-    boxes: Boxes
-    backend: Backend
-    pool: Pool
-    caps: Caps
-    admin: AdminClient
-    reward: RewardFunction | None = None  # None = the verifier's reward counts
-    harbor: HarborAgents | None = None  # None = the harness is not Harbor's
-
-    @property
-    def config(self) -> RolloutConfig:
-        return self.boxes.spec.config
 
 
 async def run_rollout(job: Job, means: Means) -> RolloutResult:
@@ -68,6 +43,8 @@ async def run_rollout(job: Job, means: Means) -> RolloutResult:
         reward=None,
     )
     budget = Budget(Limits.of(means.config, job.task), result.stages_s)
+    if job.taken is not None:
+        agent_stage.budget_of(job.taken, budget)
     try:
         await _run(job, means, budget, result)
     except Exception as error:
@@ -84,12 +61,18 @@ async def run_rollout(job: Job, means: Means) -> RolloutResult:
 async def _run(job: Job, means: Means, budget: Budget, result: RolloutResult) -> None:
     spec = means.boxes.spec_of(job.task)
     artifacts = means.boxes.spec.artifacts / job.rollout_id
-    async with budget.outside("prepare"):  # an image is built once, for all rollouts of the task
-        await means.pool.prepare(spec)
+    if job.taken is None:
+        async with budget.outside("prepare"):  # an image is built once, for all rollouts of the task
+            await means.pool.prepare(spec)
     async with AsyncExitStack() as stack:
+        box = agent_stage.box(job, means, spec, budget, result)
+        if job.taken is not None:  # its sandbox is there, and to be ended on every path
+            lease = await stack.enter_async_context(box)
         async with budget.turn(means.caps.running):
-            sandbox = await stack.enter_async_context(_box(job, means, spec, budget, result))
-            agent = await _run_agent(job, means, sandbox, budget, artifacts)
+            if job.taken is None:
+                lease = await stack.enter_async_context(box)
+            sandbox = lease.sandbox
+            agent = await agent_stage.run_agent(job, means, lease, budget, artifacts)
             result.exit_code, result.timed_out = agent.exit_code, agent.timed_out
         await asyncio.to_thread(_keep_agent_logs, artifacts, agent)
         async with budget.outside("capture", CAPTURE_TIMEOUT_S):
@@ -113,69 +96,42 @@ async def _run(job: Job, means: Means, budget: Budget, result: RolloutResult) ->
                     timeout_s=budget.tests_s,
                     keep=artifacts,
                     registry=means.boxes.spec.registry,
+                    before_tests=lambda: _note_tests(job, means),
                 )
         result.stages_s |= {f"verify.{stage}": seconds for stage, seconds in verdict.stages_s.items()}
         await asyncio.to_thread(_keep_verifier_log, artifacts, verdict)
         decide(result, capture, agent, verdict, report, means.boxes.harness)
+        if job.taken is not None:
+            _doubt_failure(result, capture)
     if means.reward is not None and result.outcome is not Outcome.INFRA_FAILED:
         async with budget.outside("reward"):  # the sandbox is gone: a person's function may take its time
             await scoring.score(result, capture, means.reward)
 
 
-@asynccontextmanager
-async def _box(job: Job, means: Means, spec: BoxSpec, budget: Budget, result: RolloutResult) -> AsyncIterator[Sandbox]:
-    """A sandbox of the pool. However it is left, ending it takes no longer than the pool allows and spoils nothing."""
-    async with budget.timed("create", min(means.config.start_timeout_s, budget.left_s)):
-        lease = await means.pool.take(spec)
-    result.warm = lease.warm
-    job.has_box()
-    try:
-        yield lease.sandbox
-    finally:
-        stage = budget.stage
-        async with budget.timed("stop"):
-            await means.pool.give_up(lease)
-        budget.stage = stage  # the one that failed, if one did
+async def _note_tests(job: Job, means: Means) -> None:
+    if means.journal is not None:
+        await asyncio.to_thread(means.journal.store.note_tests, job.rollout_id)
 
 
-def _policy(means: Means, agent_s: float) -> SessionPolicy:
-    config = means.config
-    return SessionPolicy(
-        sampling={"temperature": config.temperature, **config.sampling},
-        max_tokens=config.max_tokens,
-        max_turns=config.max_turns,
-        deadline=time.time() + agent_s,
-        closed_status=means.boxes.harness.closed_status,
-    )
-
-
-def _labels(job: Job, means: Means) -> dict[str, str]:
-    return {"task": job.task.name, "harness": means.boxes.harness.name, "group": str(job.group_id)}
-
-
-async def _run_agent(job: Job, means: Means, sandbox: Sandbox, budget: Budget, artifacts: Path) -> RunResult:
-    async with AsyncExitStack() as stack:
-        setup_s = max(0.0, means.config.start_timeout_s - budget.spent_s("create"))
-        async with budget.timed("setup", setup_s):
-            # What Harbor sets up is set up with the session's token, and its own time only begins after that.
-            open_s = budget.agent_s + (0.0 if means.boxes.harness.harbor is None else setup_s)
-            session = await means.admin.mint(job.rollout_id, _policy(means, open_s), _labels(job, means))
-            place = Place(job.rollout_id, job.task, means.boxes, sandbox, session, artifacts)
-            agent = await stack.enter_async_context(agents.set_up(place, means.harbor))
-        limit_s = budget.agent_s
-        if limit_s <= 0:
-            raise StageTimeout(f"nothing of the rollout's {budget.limits.total_s:.0f} s was left for the agent")
-        async with budget.timed("agent", limit_s + GRACE_S):
-            ran = await agent.run(limit_s)
-            # A sandbox that broke under the agent (its way to the gateway, say) must not be scored as its failure.
-            await sandbox.renew()
-        return ran
+def _doubt_failure(result: RolloutResult, capture: Capture) -> None:
+    """Of an agent that was taken over: the dead runner may have been its way to the model, and cut a call."""
+    last = _last_turn(capture)
+    cut = result.outcome is Outcome.OK and last is not None and last.status is not TurnStatus.OK
+    if cut or result.outcome in (Outcome.AGENT_FAILED, Outcome.CAPTURE_INVALID):
+        result.outcome, result.failed_stage = Outcome.INFRA_FAILED, "agent"
+        result.reward, result.rewards, result.turn_rewards = None, {}, {}
+        why = "the runner was killed while the agent worked, which may be why it failed"
+        result.detail = f"{why}: {result.detail}" if result.detail else why
 
 
 def _describe(result: RolloutResult, capture: Capture, agent: RunResult) -> None:
     count(result, capture)
     if agent.oom:
         result.findings.append("agent: warning out_of_memory: the memory limit ended a process while the agent ran")
+
+
+def _last_turn(capture: Capture) -> Turn | None:
+    return next((turn for turn in reversed(capture.turns) if turn.role is TurnRole.AGENT), None)
 
 
 def _last_words(capture: Capture) -> str | None:
@@ -211,7 +167,7 @@ def decide(
     what it says of itself where its exit code says nothing.
     """
     fault = capture.session.last_fault
-    last = next((t for t in reversed(capture.turns) if t.role is TurnRole.AGENT), None)
+    last = _last_turn(capture)
     stderr_tail = " ".join(agent.stderr.split())[-200:]
     result.reward, result.rewards = verdict.reward, dict(verdict.rewards)
     result.findings += [f"verifier: {finding}" for finding in verdict.findings]

@@ -4,6 +4,7 @@ Owns the tables' SQL. A migration is one transaction: a process that is killed i
 was. Called by `store_file` whenever a file is opened.
 
 Schema 1 kept the trace inside `result`, as plain JSON; such rows are read as they are. Schema 2 knew no evaluations.
+Schema 3 knew no tree of policies, and lost the agents at work when the runner was killed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 
 from harness_trainer.errors import RunDirError
 
-SCHEMA_VERSION = 3
-_OLDER = ("1", "2")
+SCHEMA_VERSION = 4
+_OLDER = ("1", "2", "3")
 _KEY = "rollout_schema"
 
 _TABLES = (
@@ -34,6 +35,13 @@ _TABLES = (
     # Apart from the result: a list of rollouts is wanted often, and its megabytes of tokens are not.
     "CREATE TABLE IF NOT EXISTS rollout_traces (rollout_id TEXT PRIMARY KEY, trace BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts(group_id)",
+    # What another runner needs to go on with an attempt that is not over, see `takeover`. Holds no secret.
+    "CREATE TABLE IF NOT EXISTS agents_at_work ("
+    " rollout_id TEXT PRIMARY KEY REFERENCES rollouts(rollout_id),"
+    " sandbox_type TEXT NOT NULL, sandbox_id TEXT NOT NULL,"
+    " job_id TEXT,"  # of the agent's command in the sandbox; NULL = it was about to be started
+    " tested INTEGER NOT NULL DEFAULT 0,"  # 1 = tests were brought into this sandbox
+    " facts TEXT NOT NULL)",  # JSON of `at_work.Facts`
     "CREATE TABLE IF NOT EXISTS task_records ("
     " task TEXT PRIMARY KEY,"
     " setup_failures INTEGER NOT NULL,"  # groups in a row that all failed at set-up
@@ -42,6 +50,9 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS evaluations ("
     " step INTEGER PRIMARY KEY, policy_version INTEGER NOT NULL, started_at REAL NOT NULL,"
     " finished_at REAL, report TEXT)",  # JSON; NULL = it is still run
+    # The tree of policies, see `lineage`: `parent` is what the learner went on from; 0 = the base model.
+    "CREATE TABLE IF NOT EXISTS policy_versions ("
+    " version INTEGER PRIMARY KEY, step INTEGER NOT NULL, parent INTEGER CHECK (parent < version))",
     # What the runner has to say to a person; the supervisor shows each once and appends it to events.jsonl.
     "CREATE TABLE IF NOT EXISTS run_notes ("
     " seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL)",

@@ -1,7 +1,8 @@
 """Cancelling a rollout reaches the model side at once: its session is sealed while its sandbox is being ended.
 
-Owns that order and no more. Sealing aborts what the engine samples for the session. Without it an agent could go on for
-as long as ending a sandbox takes, and the engine's work for it would be in the way of fresh rollouts.
+Owns that order, and sealing a session that may not be there (for `takeover` too). Sealing aborts what the engine
+samples for the session. Without it an agent could go on for as long as ending a sandbox takes, and the engine's work
+for it would be in the way of fresh rollouts.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def sealing(admin: AdminClient, attempt: Attempt) -> Attempt:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             running.cancel()
-            await asyncio.gather(_seal(admin, job.rollout_id), running, return_exceptions=True)
+            await asyncio.gather(seal(admin, job.rollout_id), running, return_exceptions=True)
             raise
 
     return run
 
 
-async def _seal(admin: AdminClient, session_id: str) -> None:
+async def seal(admin: AdminClient, session_id: str) -> None:
+    """End the session, if there is one and the gateway answers soon. Raises nothing but cancellation."""
     with suppress(TimeoutError):
         async with asyncio.timeout(SEAL_TIMEOUT_S):
             try:

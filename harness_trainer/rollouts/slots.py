@@ -1,6 +1,7 @@
 """Runs the rollouts of groups: a place for each at a time, retries of what the machinery spoiled, fresh samples after.
 
-Owns the cap on rollouts at work and the order of tries. What a group then comes to is `runner`'s (groups to train on)
+Owns the cap on rollouts at work and the order of tries; those that a killed runner left (`takeover`) have their places
+first, and their groups get what they come to. What a group then comes to is `runner`'s (groups to train on)
 and `evaluation`'s business.
 """
 
@@ -10,7 +11,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from harness_trainer.rollouts.config import RolloutConfig
@@ -25,6 +27,12 @@ log = logging.getLogger("harness_trainer.rollouts")
 
 Attempt: TypeAlias = Callable[[Job], Awaitable[RolloutResult]]  # runs one rollout; raises nothing but cancellation
 Sleep: TypeAlias = Callable[[float], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumed:
+    job: Job
+    going_on: asyncio.Task[RolloutResult]
 
 
 class Slots:
@@ -49,6 +57,22 @@ class Slots:
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._backoff = Backoff(config.retry_backoff_s, config.retry_backoff_max_s)
         self._breaker = Breaker(config.infra_window, config.infra_share)
+        self._resumed: dict[tuple[int, int], _Resumed] = {}  # by group and slot
+
+    def resume(self, jobs: asyncio.TaskGroup, taken: Sequence[Job]) -> None:
+        """Go on with them, first of all. Each ends by its own deadline, also if its group never comes."""
+        for job in taken:
+            assert job.taken is not None
+            going_on = jobs.create_task(self._go_on(job), name=f"go on with {job.rollout_id}")
+            self._resumed[job.group_id, job.taken.slot] = _Resumed(job, going_on)
+
+    async def _go_on(self, job: Job) -> RolloutResult:
+        async with self._places:
+            try:
+                return await self._attempt(job)
+            except asyncio.CancelledError:
+                await self._record_cancelled(job, "the run was stopped")
+                raise
 
     @property
     def all_taken(self) -> bool:
@@ -59,7 +83,7 @@ class Slots:
         try:
             slots = group.missing() or group.refills(self._config)
             while slots:
-                self._needs.change(group, len(slots))
+                self._needs.change(group, sum((group.group_id, slot) not in self._resumed for slot in slots))
                 async with asyncio.TaskGroup() as running:
                     for slot in slots:
                         running.create_task(self._fill_slot(group, slot))
@@ -71,16 +95,22 @@ class Slots:
 
     async def _fill_slot(self, group: Group, slot: int) -> None:
         config = self._config
-        for attempt in range(config.infra_retries + 1):
-            queued_at = time.monotonic()
-            async with self._places:
-                queued_s = time.monotonic() - queued_at
-                hopeless = group.is_hopeless(config.setup_tries)
-                result = await self._run_attempt(group, slot, attempt, hopeless=hopeless)
-            result.stages_s = {"queue": queued_s, **result.stages_s}
+        resumed = self._resumed.pop((group.group_id, slot), None)
+        first = 0 if resumed is None else resumed.job.attempt
+        for attempt in range(first, max(first, config.infra_retries) + 1):
+            hopeless = False
+            if resumed is not None:
+                result, resumed = await self._result_of(group, resumed), None
+            else:
+                queued_at = time.monotonic()
+                async with self._places:
+                    queued_s = time.monotonic() - queued_at
+                    hopeless = group.is_hopeless(config.setup_tries)
+                    result = await self._run_attempt(group, slot, attempt, queued_s, hopeless=hopeless)
+                result.stages_s = {"queue": queued_s, **result.stages_s}
             weigh(result, config.reward_weights)
             group.note(result)
-            last = attempt == config.infra_retries or group.is_hopeless(config.setup_tries)
+            last = attempt >= config.infra_retries or group.is_hopeless(config.setup_tries)
             final = result.outcome is not Outcome.INFRA_FAILED or last
             await asyncio.to_thread(self._store.finish_rollout, result, final=final)
             if final:
@@ -93,37 +123,58 @@ class Slots:
             self._needs.change(group, 1)
             await self._sleep(self._backoff.wait_s(attempt))
 
-    async def _run_attempt(self, group: Group, slot: int, attempt: int, *, hopeless: bool) -> RolloutResult:
+    async def _result_of(self, group: Group, resumed: _Resumed) -> RolloutResult:
+        job = resumed.job
+        assert job.taken is not None
+        group.sampling_since[job.rollout_id] = job.taken.facts.version
+        try:
+            return await asyncio.shield(resumed.going_on)
+        except asyncio.CancelledError:
+            if not resumed.going_on.cancelling():  # a second word would cut short how it ends
+                resumed.going_on.cancel()
+            await asyncio.wait([resumed.going_on])
+            await self._record_cancelled(job, _why_cancelled(group))
+            raise
+        finally:
+            group.sampling_since.pop(job.rollout_id, None)
+
+    async def _run_attempt(
+        self, group: Group, slot: int, attempt: int, queued_s: float, *, hopeless: bool
+    ) -> RolloutResult:
         # The id is new for every attempt, also after a restart: a session is single-use.
         prefix = f"g{group.group_id:05d}" if group.group_id >= 0 else f"e{-group.group_id:05d}"
         rollout_id = f"{prefix}-{slot}-{uuid.uuid4().hex[:8]}"
         waits_for_box = True
 
-        def has_box() -> None:
+        def has_box() -> int:
             nonlocal waits_for_box
             if waits_for_box:
                 waits_for_box = False
                 group.sampling_since[rollout_id] = self._engine_version()
                 self._needs.change(group, -1)
+            return group.sampling_since[rollout_id]
 
-        job = Job(rollout_id, group.group_id, attempt, group.task, has_box, group.harness)
+        job = Job(rollout_id, group.group_id, attempt, group.task, has_box, group.harness, queued_s)
         try:
             await asyncio.to_thread(self._store.start_rollout, rollout_id, group.group_id, slot, attempt)
             return group.given_up(job) if hopeless else await self._attempt(job)
         except asyncio.CancelledError:
-            await self._record_cancelled(group, job)
+            await self._record_cancelled(job, _why_cancelled(group))
             raise
         finally:
             has_box()  # or needs none any more
             group.sampling_since.pop(rollout_id, None)
 
-    async def _record_cancelled(self, group: Group, job: Job) -> None:
-        why = "its group had become too old for any step" if group.is_stale else "the run was stopped"
+    async def _record_cancelled(self, job: Job, why: str) -> None:
         result = RolloutResult(
             job.rollout_id, job.group_id, job.task.name, job.harness, job.attempt, Outcome.CANCELLED, None
         )
         result.detail = f"cancelled: {why}"
         await asyncio.to_thread(self._store.finish_rollout, result, final=False)
+
+
+def _why_cancelled(group: Group) -> str:
+    return "its group had become too old for any step" if group.is_stale else "the run was stopped"
 
 
 def _report(result: RolloutResult) -> None:

@@ -8,12 +8,14 @@ Every method is one short transaction and may be called from any thread; in `asy
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import orjson
 import zstandard
 
+from harness_trainer.rollouts.at_work import AgentsAtWork
 from harness_trainer.rollouts.policy_records import PolicyRecords, forget_evaluations, step_taken
 from harness_trainer.rollouts.store_file import get_state
 from harness_trainer.rollouts.types import Outcome, RolloutResult
@@ -28,7 +30,7 @@ class StoredGroup:
     results: list[RolloutResult]
 
 
-class RolloutStore(PolicyRecords):
+class RolloutStore(PolicyRecords, AgentsAtWork):
     """One connection to the run's store. Raises RunDirError when the file cannot be used or written."""
 
     # -- the runner's side ---------------------------------------------------------------------------------------
@@ -78,14 +80,24 @@ class RolloutStore(PolicyRecords):
             )
             if trace is not None:
                 db.execute("INSERT OR REPLACE INTO rollout_traces VALUES (?, ?)", (result.rollout_id, trace))
+            db.execute("DELETE FROM agents_at_work WHERE rollout_id = ?", (result.rollout_id,))
 
-    def close_lost(self) -> int:
-        """At the start of a runner: attempts of one that was killed will never end. Returns how many there were."""
+    def close_lost(self, taken: Collection[str] = ()) -> int:
+        """At the start of a runner: attempts of one that was killed will never end, but those that are `taken` over.
+
+        Returns how many there were.
+        """
         with self._write() as db:
-            return db.execute(
-                "UPDATE rollouts SET finished_at = ?, outcome = ? WHERE finished_at IS NULL",
-                (time.time(), Outcome.CANCELLED),
-            ).rowcount
+            lost = [
+                (time.time(), Outcome.CANCELLED, rollout_id)
+                for (rollout_id,) in db.execute("SELECT rollout_id FROM rollouts WHERE finished_at IS NULL")
+                if rollout_id not in taken
+            ]
+            db.executemany("UPDATE rollouts SET finished_at = ?, outcome = ? WHERE rollout_id = ?", lost)
+            db.executemany(
+                "DELETE FROM agents_at_work WHERE rollout_id = ?", [(rollout_id,) for *_, rollout_id in lost]
+            )
+        return len(lost)
 
     def group_ready(self, group_id: int) -> None:
         with self._write() as db:
@@ -211,14 +223,15 @@ def _dump(value: dict[str, Any]) -> bytes:
     return zstandard.compress(orjson.dumps(value))
 
 
-def _parse(blob: bytes) -> dict[str, Any]:
+def parse_stored(blob: bytes) -> dict[str, Any]:
+    """The fields of a result, or a trace, as they are kept in the file (schema 1: plain JSON)."""
     data: dict[str, Any] = orjson.loads(blob if blob[:1] == b"{" else zstandard.decompress(blob))
     return data
 
 
 def _load(body: bytes, trace: bytes | None) -> RolloutResult:
-    data = _parse(body)
+    data = parse_stored(body)
     data["outcome"] = Outcome(data["outcome"])
     if trace is not None:
-        data["trace"] = _parse(trace)
+        data["trace"] = parse_stored(trace)
     return RolloutResult(**data)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness_trainer.rollouts.at_work import Facts
     from harness_trainer.tasks import Task
+    from sandboxes.base import Sandbox
 
 
 class Outcome(enum.StrEnum):
@@ -23,15 +25,29 @@ class Outcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """An agent that a killed runner left at work, or at its end, and whose sandbox is ours now."""
+
+    slot: int
+    sandbox: Sandbox
+    job_id: str  # of its command in the sandbox
+    running: bool  # when it was taken over
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One attempt of one slot of a group. Example: Job("g00017-2-5f0c12ab", 17, 0, task)."""
 
-    rollout_id: str  # new for every attempt, also after a restart: a session is single-use
+    rollout_id: str  # new for every attempt: a session is single-use
     group_id: int
     attempt: int  # 0 = first try
     task: Task
-    has_box: Callable[[], None] = lambda: None  # called once, when the attempt has its sandbox
+    # Called when the attempt has its sandbox; gives the policy that the engine samples with then, None = not known.
+    has_box: Callable[[], int | None] = lambda: None
     harness: str = ""  # name of the agent to run, where a run has several; "" = the only one
+    queued_s: float = 0.0  # it has waited for a place
+    taken: Taken | None = None  # what there is of it already; None = it begins
 
 
 @dataclass(slots=True)
@@ -54,8 +70,8 @@ class RolloutResult:
     num_side_turns: int = 0
     num_completion_tokens: int = 0
     # Seconds per stage, in order: queue (for a slot), prepare (image), create, setup, agent, capture, verify, stop;
-    # wait = for the caps on agents and verifiers; verify.copy and the like are parts of verify. A stage that was not
-    # reached is absent.
+    # wait = for the caps on agents and verifiers; away = its agent had ended, and the runner had been killed;
+    # verify.copy and the like are parts of verify. A stage that was not reached is absent.
     stages_s: dict[str, float] = field(default_factory=dict)
     failed_stage: str = ""  # of an infra failure: the stage it came from
     setup_failed: bool = False  # the task's sandbox cannot be had: another try of the same task fails alike
@@ -69,4 +85,5 @@ class RolloutResult:
     # How many of their results say that the tool failed, by tool; a tool is absent, and all is None, where none tells.
     tool_failures: dict[str, int] | None = None
     num_bridged_turns: int | None = None  # agent turns whose prompt goes on from recorded ids; None = no capture
+    facts: dict[str, float] = field(default_factory=dict)  # numbers that a white-box environment gives, by name
     verifier_reward: float | None = None  # the verifier's, where a reward function had the last word; else None

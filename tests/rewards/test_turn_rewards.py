@@ -54,7 +54,9 @@ async def test_the_tests_may_judge_every_call_and_the_judgement_reaches_its_toke
     rows = rows_from_trace(result.trace).rows
     assert [turn for row in rows for turn in row.turn_ids] == list(result.turn_rewards)
     group = TrainGroup(0, "moon", [result, result], [rows, []])
-    (sample,) = build_step([group], 0, ObjectiveConfig(advantage="group_mean", turn_reward_weight=1.0)).samples
+    (sample,) = build_step(
+        [group], lambda version: 0, ObjectiveConfig(advantage="group_mean", turn_reward_weight=1.0)
+    ).samples
     (first, second) = rows[0].turn_spans
     # Centred by the mean of 0.625 over both rollouts: -0.375 and 0.375, the first turn's with what follows it.
     assert set(sample["advantages"][slice(*first)]) == {0.0}

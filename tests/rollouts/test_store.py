@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from harness_trainer.errors import RunDirError
+from harness_trainer.rollouts.at_work import AtWork, Facts, Unfinished
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
@@ -167,9 +168,60 @@ def test_a_store_of_schema_2_is_migrated_and_goes_on(tmp_path):
     again.start_evaluation(0, [("x", "h")])
     assert beside.evaluation_groups(0) == [(-1, "x", "h", False)]
     assert again.group_counts() == {"ready": 1} and again.next_group_id() == 1
-    assert again.state("rollout_schema") == "3"
+    assert again.state("rollout_schema") == "4"
     again.close()
     beside.close()
+
+
+def test_a_store_of_schema_3_is_migrated_and_its_running_attempts_are_lost_as_they_were(tmp_path):
+    path = tmp_path / "store.sqlite"
+    store = RolloutStore(path)
+    store.open_group(0, "t", "h")
+    store.start_rollout("r0", 0, 0, 0)
+    store.set_state("rollout_schema", "3")
+    store.close()
+    with sqlite3.connect(path) as db:
+        for table in ("agents_at_work", "policy_versions"):
+            db.execute(f"DROP TABLE {table}")
+    again = RolloutStore(path)
+    (lost,) = again.unfinished_rollouts()
+    assert (lost.rollout_id, lost.at_work, lost.group_runs) == ("r0", None, True)
+    assert again.close_lost() == 1 and again.unfinished_rollouts() == []
+    assert again.state("rollout_schema") == "4"
+    again.close()
+
+
+FACTS = Facts(1.76e9, 600.0, 1290.5, 3, True, {"queue": 0.5, "create": 1.2})
+
+
+def test_where_an_agent_works_is_known_until_its_attempt_is_over(store):
+    store.open_group(4, "t", "h")
+    store.start_rollout("r0", 4, 2, 1)
+    store.start_rollout("r1", 4, 3, 0)
+    store.note_agent("r0", "docker", "box-1", FACTS)
+    first, second = store.unfinished_rollouts()
+    assert first == Unfinished("r0", 4, 2, 1, "t", "h", True, AtWork("docker", "box-1", None, False, FACTS))
+    assert second.at_work is None
+    store.note_job("r0", "job-7")
+    store.note_tests("r0")
+    assert store.unfinished_rollouts()[0].at_work == AtWork("docker", "box-1", "job-7", True, FACTS)
+    store.mark_dropped(4, "stale")
+    assert [one.group_runs for one in store.unfinished_rollouts()] == [False, False]
+    store.finish_rollout(result("r0", 4), final=True)
+    assert [one.rollout_id for one in store.unfinished_rollouts()] == ["r1"]
+    assert store._read("SELECT COUNT(*) FROM agents_at_work") == [(0,)]
+
+
+def test_attempts_that_go_on_are_not_closed(store):
+    store.open_group(0, "t", "h")
+    for name in ("r0", "r1"):
+        store.start_rollout(name, 0, 0, 0)
+        store.note_agent(name, "local", f"box of {name}", FACTS)
+    assert store.close_lost({"r1"}) == 1
+    (kept,) = store.unfinished_rollouts()
+    assert kept.rollout_id == "r1" and kept.at_work is not None
+    assert store.outcome_counts() == {"cancelled": 1, "running": 1}
+    assert store._read("SELECT rollout_id FROM agents_at_work") == [("r1",)]
 
 
 def test_a_group_that_was_dropped_never_becomes_ready(store):

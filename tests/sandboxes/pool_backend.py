@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sandboxes.base import BoxSpec, Command, NetworkMode, RunResult, SandboxError, SandboxGone, Traits
+from sandboxes.base import BoxSpec, Command, JobStatus, NetworkMode, RunResult, SandboxError, SandboxGone, Traits
 
 TRAITS = Traits(True, True, True, frozenset(NetworkMode), frozenset())
 
@@ -63,6 +63,14 @@ class Box:
         if error := self.backend.run_error(self):
             raise error
         return RunResult(0, "", "", False, False)
+
+    async def start_job(self, command: Command) -> str:
+        if error := self.backend.run_error(self):
+            raise error
+        return "job"
+
+    async def wait_job(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
+        return JobStatus(False, 0, "", "", False)
 
     async def stop(self) -> None:
         await self.backend.stop_gate.wait()

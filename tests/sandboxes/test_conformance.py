@@ -27,6 +27,7 @@ from sandboxes.base import (
     SetupFailed,
     TooLarge,
 )
+from sandboxes.ownership import Keeper, Owner
 
 Start = Callable[..., Awaitable[Sandbox]]
 SLACK_S = 2.0  # over a time limit
@@ -561,13 +562,14 @@ async def test_a_job_is_followed_to_its_end(box: Sandbox) -> None:
     assert (status.running, status.exit_code, status.lost, status.timed_out) == (False, 3, False, False)
     assert status.stdout == f"in\nenv\n{box.resolve(box.workdir)}\n" and status.stderr == "err\n"
     assert await box.job(job) == status
+    assert status.duration_s is not None and 0.4 <= status.duration_s < 20 and not status.oom
 
 
 async def test_a_running_job_shows_what_it_wrote_so_far(box: Sandbox) -> None:
     job = await box.start_job(Command.shell("echo early; sleep 300"))
     await until(lambda: _said(box, job, "early\n"))
     status = await box.wait_job(job, 0.2)
-    assert status.running and status.exit_code is None and not status.lost
+    assert status.running and status.exit_code is None and status.duration_s is None and not status.lost
     await box.kill_job(job)
     await box.kill_job(job)
     ended = await box.wait_job(job, 10)
@@ -809,3 +811,8 @@ async def test_a_command_is_quick(box: Sandbox) -> None:
 async def test_a_box_can_be_taken_over_only_when_it_exists(backend: Backend) -> None:
     with pytest.raises(SandboxGone):
         await backend.attach("sandbox-1-1-00000000")
+
+
+async def test_a_box_can_be_kept_for_a_successor_and_works_on(box: Sandbox) -> None:
+    await box.keep(Keeper(Owner.current(), "runner"), time.time() + 60)
+    assert (await sh(box, "echo on")).stdout == "on\n"

@@ -75,6 +75,29 @@ async def test_number_of_processes_is_limited(make: Make) -> None:
         assert "limit of 8 processes" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("limits", "argv", "said"),
+    [
+        ({"memory_mb": 100}, ["python3", "-c", HOG], "memory limit of 100 MB"),
+        (
+            {"processes": 8},
+            ["sh", "-c", "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 60 & done; wait"],
+            "limit of 8 processes",
+        ),
+    ],
+)
+async def test_a_detached_command_that_passes_a_limit_of_the_whole_is_told_so(
+    make: Make, left: Left, limits: dict[str, int], argv: list[str], said: str
+) -> None:
+    async with make(**limits) as box:
+        status = await box.wait_job(await box.start_job(Command(argv, timeout_s=30)), 30)
+        assert status.lost and status.exit_code is None and not status.timed_out
+        assert status.oom is said.startswith("memory") and f"killed at its {said}" in status.stderr
+        await soon(lambda: left(box) == [])
+        again = await box.wait_job(await box.start_job(Command(["true"])), 20)
+        assert (again.exit_code, again.oom, again.stderr) == (0, False, ""), "the one before is not this one's"
+
+
 async def test_a_huge_address_space_alone_is_no_offence(make: Make) -> None:
     reserve = "import mmap; m = mmap.mmap(-1, 1 << 36, flags=mmap.MAP_PRIVATE | 0x4000); print('reserved')"
     async with make(memory_mb=200) as box:
