@@ -29,6 +29,7 @@ from capture_proxy.engines.base import Engine
 from capture_proxy.engines.vllm import VllmEngine
 from capture_proxy.errors import FamilyError, StoreError
 from capture_proxy.families import NAMES as FAMILY_NAMES
+from capture_proxy.gate import Gate
 from capture_proxy.gateway import Gateway, agent_app
 from capture_proxy.http_server import Server
 from capture_proxy.rendering import Bridging
@@ -72,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
                         args.hang_up_grace,
                         args.ready_file,
                         Bridging(args.bridging, args.renderer, args.tokenizer, args.thinking_retention),
+                        Gate(held=args.hold, patience_s=args.engine_patience),
                     )
                 )
     except (UsageError, StoreError, FamilyError) as error:
@@ -99,9 +101,12 @@ async def serve(
     hang_up_grace_s: float,
     ready_file: Path | None,
     bridging: Bridging,
+    gate: Gate,
 ) -> None:
     """Serve the bound sockets until a signal; then end calls in flight (recorded as aborted) and close the store."""
-    gateway = Gateway(engine, store, keepalive_s=keepalive_s, hang_up_grace_s=hang_up_grace_s, bridging=bridging)
+    gateway = Gateway(
+        engine, store, keepalive_s=keepalive_s, hang_up_grace_s=hang_up_grace_s, bridging=bridging, gate=gate
+    )
     servers = [Server(agent_app(gateway)), Server(admin_app(gateway, key))]
     loop = asyncio.get_running_loop()
 
@@ -247,6 +252,14 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="how the engine is asked; text = any OpenAI-compatible server, evaluation only",
     )
+    add(
+        "--engine-patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="how long a call waits for an engine that is away (or held) before it fails; default: not at all",
+    )
+    add("--hold", action="store_true", help='let no call reach the engine before POST /engine {"ready": true}')
     add("--model", help="the engine's name for the model; default: what the engine serves")
     add("--keepalive", type=float, default=10.0, metavar="S", help="longest silence of a stream")
     add("--hang-up-grace", type=float, default=1.0, metavar="S", help="a call goes on so long for a retry to find it")

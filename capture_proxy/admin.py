@@ -1,7 +1,7 @@
 """HTTP for the trainer: sessions, captures, traces, events, metrics and health as one ASGI app.
 
 Owns the admin routes and their bearer check. It decides nothing about sessions (`session`) or traces (`trace`). Called
-by `__main__` and tests; `admin_client` is its other end.
+by `__main__` and tests; `admin_client` is its other end. Every route may be asked again when its answer was lost.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def admin_app(gateway: Gateway, key: str) -> Starlette:
         ("GET", "/sessions/{session_id}/capture", admin.capture),
         ("GET", "/sessions/{session_id}/trace", admin.trace),
         ("POST", "/events", admin.put_event),
+        ("POST", "/engine", admin.engine),
         ("GET", "/stats", admin.stats),
         ("GET", "/metrics", admin.metrics),
     ]
@@ -94,14 +95,30 @@ class _Admin:
         data = parse_object(await read_body(request.headers, request.receive, self._gateway.max_body))
         kind, detail = data.get("kind"), data.get("detail", "")
         if not isinstance(kind, str) or not kind or not isinstance(detail, str):
-            raise BadRequest('an event is {"session_id" or "session_token", "kind": text, "detail": text}')
+            raise BadRequest(
+                'an event is {"session_id" or "session_token", "kind": text, "detail": text, "at": seconds}'
+            )
+        if not isinstance(at := data.get("at"), int | float | None):
+            raise BadRequest('"at" is when it happened, in Unix seconds')
         sessions, session_id = self._gateway.sessions, data.get("session_id")
         if session_id is not None:
             session_id = (await sessions.get(str(session_id))).session_id
         elif (token := data.get("session_token")) is not None:
             session_id = await sessions.id_of(str(token))
-        await self._gateway.store.put_event(session_id, kind, detail[:_MAX_EVENT])
+        await self._gateway.store.put_event(session_id, kind, detail[:_MAX_EVENT], at)
         return _json({"session_id": session_id, "kind": kind}, 201)
+
+    async def engine(self, request: Request) -> Response:
+        """Whether agents' calls may reach the engine; once "ready" is false and answered, none is under way."""
+        data = parse_object(await read_body(request.headers, request.receive, self._gateway.max_body))
+        ready = data.get("ready")
+        if not isinstance(ready, bool):
+            raise BadRequest('say {"ready": true} once the engine has a policy, {"ready": false} before it loses it')
+        if ready:
+            self._gateway.gate.release()
+        else:
+            await self._gateway.gate.hold()
+        return _json({"ready": not self._gateway.gate.held})
 
     async def health(self, request: Request) -> Response:
         healthy = await self._gateway.engine.healthy()

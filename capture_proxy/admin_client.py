@@ -6,6 +6,8 @@ by `harness_trainer`; the agents' side needs no client of ours.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -24,6 +26,11 @@ _BY_CODE: dict[str, type[CaptureError]] = {
 }
 
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+# The gateway is away, or went away before it answered. What it does at a slow answer is not known, so that is none.
+_AWAY = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
+
+
 class GatewayUnreachable(CaptureError):
     """The gateway does not answer on its admin port."""
 
@@ -34,13 +41,15 @@ class GatewayUnreachable(CaptureError):
 class AdminClient:
     """Talks to one gateway. An async context manager; one pooled connection set.
 
-    `url` is http://HOST:PORT, or unix:/PATH for an admin port on a Unix socket.
+    `url` is http://HOST:PORT, or unix:/PATH for an admin port on a Unix socket. A gateway that is away is asked again
+    for `patience_s` seconds: it may be started again, with all that it knew.
 
     Every method raises GatewayUnreachable when there is no answer, else the error that the gateway named.
     """
 
-    def __init__(self, url: str, key: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, url: str, key: str, *, timeout_s: float = 60.0, patience_s: float = 0.0) -> None:
         self._url = url
+        self._patience_s = patience_s
         socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         self._http = httpx.AsyncClient(
             base_url="http://gateway" if socket else url,
@@ -83,7 +92,13 @@ class AdminClient:
 
     async def put_event(self, kind: str, detail: str, *, session_id: str | None = None) -> None:
         """Record an event of a session; `session_id` None = of no session. Raises NotFound for an unknown one."""
-        await self._ask("POST", "/events", {"session_id": session_id, "kind": kind, "detail": detail})
+        # With its time it can be told from another one of the same words when it is sent again.
+        event = {"session_id": session_id, "kind": kind, "detail": detail, "at": time.time()}
+        await self._ask("POST", "/events", event)
+
+    async def engine_ready(self, ready: bool) -> None:
+        """Let agents' calls reach the engine, or hold them; with False, none is under way when this returns."""
+        await self._ask("POST", "/engine", {"ready": ready})
 
     async def sessions(self) -> list[Session]:
         """Every session of the gateway's store, oldest first, without tokens."""
@@ -110,12 +125,7 @@ class AdminClient:
         return await self._ask("GET", "/stats")
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        content = None if body is None else orjson.dumps(body)
-        try:
-            response = await self._http.request(method, path, content=content)
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            raise GatewayUnreachable(f"the gateway at {self._url} does not answer: {reason}") from error
+        response = await self._answer(method, path, None if body is None else orjson.dumps(body))
         try:
             data = orjson.loads(response.content)
         except orjson.JSONDecodeError:
@@ -126,3 +136,19 @@ class AdminClient:
         if not isinstance(fault, dict):
             raise GatewayUnreachable(f"{self._url} answered {response.status_code} and is no gateway")
         raise _BY_CODE.get(str(fault.get("code")), CaptureError)(str(fault.get("message")))
+
+    async def _answer(self, method: str, path: str, content: bytes | None) -> httpx.Response:
+        """Every request may be sent again: the gateway takes an equal one for the same."""
+        until = time.monotonic() + self._patience_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._http.request(method, path, content=content)
+            except httpx.HTTPError as error:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or not isinstance(error, _AWAY):
+                    away = f" for {self._patience_s:g} s" if self._patience_s and isinstance(error, _AWAY) else ""
+                    reason = str(error) or type(error).__name__
+                    raise GatewayUnreachable(f"the gateway at {self._url} does not answer{away}: {reason}") from error
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -54,6 +54,16 @@ class RunningCall:
         self._task = asyncio.create_task(work, name=f"call-{self.turn_id}")
         self._task.add_done_callback(ended)
 
+    @property
+    def has_begun(self) -> bool:
+        """A stream's head may be out."""
+        return bool(self._events)
+
+    @property
+    def has_text(self) -> bool:
+        """A streaming agent may have been sent some of the reply."""
+        return any(isinstance(event, Text) for event in self._events)
+
     def settle(self) -> None:
         """From here on the call is only being recorded, which no abort may cut short."""
         self._settled = True

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from re import Pattern
 from typing import Any
@@ -24,14 +23,11 @@ from capture_proxy.bodies import read_body
 from capture_proxy.calls import CallEvent, Listener, Started, Text
 from capture_proxy.dialects import all_dialects
 from capture_proxy.dialects.base import Call, Dialect, Head, Route, StreamWriter
-from capture_proxy.engines.base import Engine
 from capture_proxy.errors import CaptureError, NotFound
 from capture_proxy.http_server import connection_of
-from capture_proxy.metrics import Metrics
-from capture_proxy.rendering import Bridger, Bridging
-from capture_proxy.session import Live, Sessions
-from capture_proxy.store import Store
-from capture_proxy.turn import Arrival, Turns
+from capture_proxy.pipeline import Pipeline
+from capture_proxy.session import Live
+from capture_proxy.turn import Arrival
 from capture_proxy.types import Turn
 
 _log = logging.getLogger(__name__)
@@ -39,41 +35,16 @@ _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"
 
 
 @dataclass
-class Gateway:
+class Gateway(Pipeline):
     """The rooms behind both ports.
 
     `keepalive_s` is the longest silence of a stream in seconds; `max_body` bounds a request body in bytes after
-    decompression; `hang_up_grace_s` is how long a call goes on after its agent hung up, so that a retry finds it;
-    `bridging` says how prompts are continued.
+    decompression.
     """
 
-    engine: Engine
-    store: Store
     keepalive_s: float = 10.0
     max_body: int = 64 * 2**20
-    hang_up_grace_s: float = 1.0
-    bridging: Bridging = field(default_factory=Bridging)
     dialects: Sequence[Dialect] = field(default_factory=all_dialects)
-
-    def __post_init__(self) -> None:
-        self.metrics = Metrics()
-        self.bridger = Bridger(self.engine, self.bridging)
-        self.sessions = Sessions(self.store, keep_history=self.bridger.may_continue)
-        self.turns = Turns(
-            self.engine, self.sessions, grace_s=self.hang_up_grace_s, metrics=self.metrics, bridger=self.bridger
-        )
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Holds the engine's connections and the store; both are closed on leaving."""
-        try:
-            async with self.engine.running(), self.bridger.running():
-                try:
-                    yield
-                finally:
-                    await self.sessions.abort_calls()
-        finally:
-            await self.store.close()
 
 
 def agent_app(gateway: Gateway) -> AgentApp:
@@ -158,7 +129,7 @@ class AgentApp:
         return _CallAnswer(self._gateway, dialect, call, listener)
 
     async def _models(self, dialect: Dialect, head: Head) -> Response:
-        models = await self._gateway.engine.models()
+        models = await self._gateway.turns.models()
         wanted = head.path.get("model")
         if wanted is None:
             return _json(dialect.models(models))

@@ -40,7 +40,7 @@ from typing import Any
 from capture_proxy.ids import TokenIds, packed
 from capture_proxy.prefix_tree import PrefixTree, Stretch
 from capture_proxy.retries import Conversations, same_reply, text_of
-from capture_proxy.types import Turn, TurnRole, TurnStatus
+from capture_proxy.types import IN_PROCESS, Turn, TurnRole, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,10 @@ def build(turns: Sequence[Turn]) -> Graph:
 def assign_roles(turns: Sequence[Turn]) -> Graph:
     """Set `role` and `side_reason` of every turn by the rules above; returns the graph they were read from."""
     graph = build(turns)
+    if all(turn.dialect == IN_PROCESS for turn in turns):  # nobody else's program made these: there is nothing to guess
+        for turn in turns:
+            turn.role, turn.side_reason = TurnRole.AGENT, None
+        return graph
     reasons = _request_reasons(turns, graph)
     for turn_id, reason in _abandoned(turns, graph).items():
         reasons.setdefault(turn_id, reason)

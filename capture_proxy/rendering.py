@@ -19,12 +19,14 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from capture_proxy.engines.base import ChatRequest, Engine, Example, TextSplitter
 from capture_proxy.errors import CaptureError, FamilyError
 from capture_proxy.families import EXAMPLE_TOOL, ROOT, Family, load
+from capture_proxy.gate import Gate
 from capture_proxy.history import History, Match, NoMatch, has_reply, shape
 from capture_proxy.types import Finding, Severity
 
@@ -67,8 +69,9 @@ class Prepared:
 class Bridger:
     """Bridges prompts for the sessions of one gateway and one engine."""
 
-    def __init__(self, engine: Engine, config: Bridging | None = None) -> None:
+    def __init__(self, engine: Engine, config: Bridging | None = None, gate: Gate | None = None) -> None:
         self._engine = engine
+        self._gate = gate or Gate()
         self.config = config or Bridging()
         # One thread: tokenizers are not made for several, and a long render must not hold up the loop.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering")
@@ -209,7 +212,9 @@ class Bridger:
         path = self.config.tokenizer or await self._engine_folder()
         asked: tuple[Any, ...] = (self.config.renderer, path, self.config.thinking_retention)
         if self.config.renderer == "auto":
-            asked += (tuple([await self._root(tools) for tools in ([], [EXAMPLE_TOOL])]),)
+            # A gateway that is started while the engine is away must not do without a renderer for good.
+            roots = [await self._gate.patiently(partial(self._root, tools)) for tools in ([], [EXAMPLE_TOOL])]
+            asked += (tuple(roots),)
         family = await self._run(lambda: self.config.load(*asked))
         self._engine.read_with(self)
         return family

@@ -16,6 +16,10 @@ answered (a sibling), an equal body whose attempt failed or was aborted. A call 
 for a short grace, so that a retry finds it, and is then aborted in the engine. After a restart, a reply after which
 nothing was asked counts as never acknowledged. A joined call spends no budget and is answered in a spent session too.
 
+**Restarts.** A gateway that is killed leaves no trace of the calls that were in flight, and an agent may give up when
+its connection breaks. So an open session whose last recorded reply leads to another call (it has tool calls, or is no
+reply) stands as faulty from the next start of a gateway on, until its agent has made that call.
+
 **Limits.** Calls of the agent, tokens sampled, a deadline, and the model's window: `MAX_CRAMPED` replies in a row that
 the window cut to next to nothing, or prompts that do not fit, end the session. What the agent is then told is the
 policy's choice (`at_limit`); `limit_hit` is the one that came first. A window or a fault that the agent got past is
@@ -47,7 +51,7 @@ from capture_proxy.history import History
 from capture_proxy.ledger import MAX_CRAMPED, Attempt, Ledger, cut_by_window
 from capture_proxy.sampling import pin, shaping_findings
 from capture_proxy.store import Store
-from capture_proxy.types import Capture, Finding, Session, SessionPolicy, Turn, TurnStatus
+from capture_proxy.types import GATEWAY_RESTARTED, Capture, Finding, Session, SessionPolicy, Turn, TurnStatus
 
 _MAX_ID = 200
 _RECENT = 4  # turns kept in memory beside the store, for requests that go on from one
@@ -172,6 +176,16 @@ class Sessions:
         self._by_token.pop(live.session.token, None)
         self._by_id.pop(session_id, None)
         return live.session
+
+    async def note_restart(self) -> None:
+        """At the start of a gateway: sessions of an earlier one may have lost a call with it."""
+        for session in await self._store.open_sessions():
+            last = await self._store.last_turn(session.session_id)
+            if last is None or session.last_fault is not None or session.limit_hit is not None:
+                continue  # an agent without any call is judged by that
+            if last.status is not TurnStatus.OK or last.message.get("tool_calls"):
+                session.last_fault = f"{GATEWAY_RESTARTED}: it was started again, and the agent has made no call since"
+                await self._store.put_session(session)
 
     async def abort_calls(self) -> None:
         """Abort and record every call in flight, for shutdown; the sessions stay open."""

@@ -122,9 +122,12 @@ class Store:
         else:
             await self._write_here(write, turn.session_id)
 
-    async def put_event(self, session_id: str | None, kind: str, detail: str) -> None:
-        """Note what happened beside the calls, e.g. ("r1", "egress_refused", "example.org"); None = of no session."""
-        row = (time.time(), session_id, kind, detail)
+    async def put_event(self, session_id: str | None, kind: str, detail: str, at: float | None = None) -> None:
+        """Note what happened beside the calls, e.g. ("r1", "egress_refused", "example.org"); None = of no session.
+
+        `at` is when, in Unix seconds (None = now). An event that is there already, its time included, is not put twice.
+        """
+        row = (time.time() if at is None else at, session_id, kind, detail)
         await self._write(lambda db: _put_event(db, row))
 
     async def events(self, session_id: str | None) -> list[tuple[float, str, str]]:
@@ -143,7 +146,16 @@ class Store:
 
     async def sessions(self) -> list[Session]:
         """All sessions, oldest first."""
-        return await self._read(_sessions_of, "SELECT body FROM capture_sessions ORDER BY created_at, session_id")
+        return await self._read(_sessions_of, _ALL_SESSIONS)
+
+    async def open_sessions(self) -> list[Session]:
+        """Those that are not sealed, oldest first."""
+        sql = "SELECT body FROM capture_sessions WHERE json_extract(CAST(body AS TEXT), '$.sealed') = 0"
+        return await self._read(_sessions_of, sql)
+
+    async def last_turn(self, session_id: str) -> Turn | None:
+        """The one recorded last; None = it has none."""
+        return await self._turn_where("session_id = ?", session_id)
 
     async def turns(self, session_id: str) -> list[Turn]:
         """All turns of the session in order of arrival, without their raw bodies. What they share, they share here."""
@@ -332,6 +344,7 @@ def _settle(waiting: list[asyncio.Future[None]], error: StoreError | None) -> No
             done.set_exception(error)
 
 
+_ALL_SESSIONS = "SELECT body FROM capture_sessions ORDER BY created_at, session_id"
 _ALL_TURNS = f"SELECT {_TURN} FROM capture_turns WHERE session_id = ? ORDER BY seq"
 
 
@@ -347,6 +360,16 @@ def load_capture(path: Path, session_id: str) -> Capture | None:
             if not found:
                 return None
             return Capture(found[0], _turns_of(db.execute(_ALL_TURNS, (session_id,))))
+    except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"cannot read the store {path}: {error}") from error
+
+
+def load_sessions(path: Path) -> list[Session]:
+    """All sessions straight from the file, oldest first, as `load_capture` reads one. Raises StoreError like it."""
+    try:
+        with closing(_connect(path)) as db:
+            migrations.prepare(db, path)
+            return _sessions_of(db.execute(_ALL_SESSIONS))
     except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
         raise StoreError(f"cannot read the store {path}: {error}") from error
 
@@ -380,7 +403,9 @@ def _put_session(db: sqlite3.Connection, row: tuple[str, str, float, bytes]) -> 
 
 
 def _put_event(db: sqlite3.Connection, row: tuple[Any, ...]) -> None:
-    db.execute("INSERT INTO capture_events (at, session_id, kind, detail) VALUES (?, ?, ?, ?)", row)
+    known = "SELECT 1 FROM capture_events WHERE at = ? AND session_id IS ? AND kind = ? AND detail = ?"
+    if db.execute(known, row).fetchone() is None:
+        db.execute("INSERT INTO capture_events (at, session_id, kind, detail) VALUES (?, ?, ?, ?)", row)
 
 
 def _decoded(rows: Iterable[tuple[Any, ...]]) -> list[Turn]:

@@ -12,13 +12,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from capture_proxy.calls import Listener, RunningCall, Started, Text
 from capture_proxy.dialects.base import Call
 from capture_proxy.engines.base import ChatRequest, DeltaEvent, Engine, FinishEvent, PromptEvent
 from capture_proxy.errors import CaptureError, EngineError, EngineUnreachable, SessionClosed, StoreError
+from capture_proxy.gate import Gate, Patience
 from capture_proxy.ids import TokenIds
 from capture_proxy.ledger import Attempt, cut_by_window
 from capture_proxy.metrics import Metrics
@@ -46,7 +47,7 @@ class Turns:
     """Makes calls on one engine for the sessions of one store.
 
     `grace_s` is how long a call goes on that no agent waits for any more, so that a retry finds it; `bridger` None =
-    the engine renders every prompt.
+    the engine renders every prompt; `gate` None = the engine may always be asked, and a call waits for none.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class Turns:
         grace_s: float = 1.0,
         metrics: Metrics | None = None,
         bridger: Bridger | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self._engine = engine
+        self._gate = gate or Gate()
+        self._models: list[dict[str, Any]] = []  # as the engine listed them last
         self._bridger = bridger
         self._sessions = sessions
         self._clock = clock
@@ -99,8 +103,21 @@ class Turns:
         """The length in tokens of the prompt that this call would have. Makes no turn and spends no budget."""
         self._sessions.check_open(live)
         call = await self._sessions.continued(live, call)
-        request = await self._prepared(live, self._sessions.request(live, call), None)
-        return len(request.prompt_ids_P or await self._engine.render(request))
+
+        async def count() -> int:
+            request = await self._prepared(live, self._sessions.request(live, call), None)
+            return len(request.prompt_ids_P or await self._engine.render(request))
+
+        return await self._gate.patiently(count)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models that the engine lists, or listed before it went away. Raises EngineError, EngineUnreachable."""
+        try:
+            self._models = await self._engine.models()
+        except EngineUnreachable:
+            if not self._models:
+                self._models = await self._gate.patiently(self._engine.models)
+        return self._models
 
     def _ended(self, task: asyncio.Task[None], admission: Admission, running: RunningCall) -> None:
         admission.live.running.discard(running)
@@ -181,6 +198,25 @@ class Turns:
         return loop.call_later(max(0.0, deadline - self._clock()), running.abort, reason)
 
     async def _sample(self, admission: Admission, turn: Turn, running: RunningCall) -> None:
+        blank, patience = _Blank.of(turn), self._gate.patience()
+        while True:
+            try:
+                async with self._gate.attempt():
+                    await self._attempt(admission, turn, running)
+                return
+            except EngineError as error:
+                told = admission.request.stream and running.has_text
+                if told or not await self._is_away(error) or not await _waited(patience, running, error):
+                    raise
+                blank.restore(turn, error)
+
+    async def _is_away(self, error: EngineError) -> bool:
+        """Whether the engine, and not the call, is the trouble. A dying engine may still answer, with an error."""
+        if isinstance(error, EngineUnreachable):
+            return True
+        return self._gate.patience_s > 0 and not await self._engine.healthy()
+
+    async def _attempt(self, admission: Admission, turn: Turn, running: RunningCall) -> None:
         content: list[str] = []
         reasoning: list[str] = []
         finish: FinishEvent | None = None
@@ -199,7 +235,8 @@ class Turns:
                             running.put(Text(event.content, event.reasoning))
                     elif isinstance(event, PromptEvent):
                         _take_prompt(turn, event)
-                        running.put(Started(len(event.prompt_ids_P) or None))
+                        if not running.has_begun:
+                            running.put(Started(len(event.prompt_ids_P) or None))
                     else:
                         finish = event
         finally:
@@ -281,6 +318,37 @@ def _outcome(admission: Admission, turn: Turn, error: CaptureError | None) -> Tu
         message = {**turn.message, "role": "assistant", "content": text}
         return replace(turn, message=message, finish_reason="stop", status=TurnStatus.OK, role=TurnRole.SIDE)
     return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A turn as it was before the engine was asked. What is listed here is all that an attempt writes into it."""
+
+    sampling: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, turn: Turn) -> _Blank:
+        return cls(dict(turn.sampling), list(turn.findings))
+
+    def restore(self, turn: Turn, error: EngineError) -> None:
+        """The reply is of one engine: what another had sampled before it went away is no part of it."""
+        detail = f"{len(turn.completion_ids_T)} tokens were sampled before the engine went away: {error}"
+        self.findings.append(Finding(Severity.INFO, "sampled_anew", detail))
+        turn.sampling, turn.findings = dict(self.sampling), list(self.findings)
+        turn.prompt_ids_P, turn.completion_ids_T, turn.logprobs_T, turn.version_spans = [], [], [], []
+        turn.message, turn.finish_reason, turn.stop_sequence, turn.first_token_at = {}, None, None, None
+        turn.bridged_from, turn.bridge_refusal = None, None
+
+
+async def _waited(patience: Patience, running: RunningCall, error: EngineError) -> bool:
+    """Whether the call may be made again now. A deadline that passes meanwhile is the engine's fault, no limit hit."""
+    try:
+        return await patience.wait()
+    except asyncio.CancelledError:
+        if not isinstance(running.abort_reason, SessionClosed):  # the agent hung up, or the gateway stops
+            raise
+        raise EngineUnreachable(f"{running.abort_reason} while its call waited for the engine: {error}") from None
 
 
 def _who_cut(admission: Admission) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 
 from capture_proxy.ids import Ids
 
+IN_PROCESS = "in_process"  # `Turn.dialect` of calls that whoever trains made himself: each is the agent's work
+GATEWAY_RESTARTED = "GatewayRestarted"  # how a session's `last_fault` begins when its gateway was killed
+
 
 class TurnStatus(enum.StrEnum):
     """How the engine call behind a turn ended."""
@@ -69,7 +72,7 @@ class Turn:
     turn_id: str  # unique in the store, e.g. "5f0c...-0003"
     session_id: str
     index: int  # order of arrival within the session, from 0
-    dialect: str  # "openai_chat", ...
+    dialect: str  # "openai_chat", ..., or IN_PROCESS
     request: dict[str, Any]  # what the agent asked, as chat messages and tools: {"messages": [...], "tools": [...]}
     requested_sampling: dict[str, Any]  # sampling fields as the agent sent them
     sampling: dict[str, Any]  # sampling fields as the engine was asked

@@ -1,21 +1,20 @@
 """The supervisor: starts the parts of a run, watches them, and ends them all.
 
-Owns the order of start and stop and the judgement that a part has died. The parts are processes of their own (engine,
-gateway, rollout runner, learner); they meet in the run folder and nowhere else.
+Owns what a run consists of, the order of start and stop, and when it is over. The parts are processes of their own
+(engine, gateway, rollout runner, learner); they meet in the run folder and nowhere else. That a part which dies is
+started again is `supervision`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,48 +22,43 @@ from typing import Any
 
 from harness_trainer.cache import cache_dir
 from harness_trainer.config import MAY_CHANGE, RunConfig
-from harness_trainer.display import Display, step_line
+from harness_trainer.display import Display
 from harness_trainer.engine.config import EngineConfig, find_environment
 from harness_trainer.engine.launch import Engine
 from harness_trainer.engine.prepare import ModelInfo, prepare_model
-from harness_trainer.environments import OpenEnvHarborConfig
+from harness_trainer.environments import WHITE_BOX, OpenEnvHarborConfig
 from harness_trainer.environments.openenv_harbor import inspect_server, require_reachable
-from harness_trainer.errors import ConfigError, EngineFailed, GatewayFailed, HarnessTrainerError, TrainingFailed
+from harness_trainer.errors import ConfigError, EngineFailed, GatewayFailed, TrainingFailed
 from harness_trainer.harnesses.install import ensure_installed
 from harness_trainer.learner.__main__ import LEARNER_ERROR, LearnerSpec
 from harness_trainer.learner.final_model import write_final_model
+from harness_trainer.learner.launch import module_of, on_other_machines, pinned
 from harness_trainer.learner.sync_config import LoraSync, NcclSync
 from harness_trainer.learner.trackers import require_trackers
+from harness_trainer.loops import inspect_source, pin_env
+from harness_trainer.progress import Progress
 from harness_trainer.rewards.custom import load_reward, pin_reward
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.boxes import check_tasks
 from harness_trainer.rollouts.budget import Limits
-from harness_trainer.rollouts.config import RunnerSpec
+from harness_trainer.rollouts.config import PipelineSpec, RunnerSpec, Transport
 from harness_trainer.rollouts.mix import load_mix, pin_harness
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rundir import RunDir, filesystem_errors, write_atomically
+from harness_trainer.supervision.engine import EnginePart
+from harness_trainer.supervision.gateway import Gateway
+from harness_trainer.supervision.parts import Part, Parts
+from harness_trainer.supervision.restarts import Restarts
 from harness_trainer.tasks import Task, load_tasks, pin_tasks
 from sandboxes.base import Access, Endpoint
 from sandboxes.lifecycle import OwnedProcess, claim, default_registry, reap, start_process
 
-READY_TIMEOUT_S = 30.0
-STOP_GRACE_S = 3.0
 POLL_S = 0.25
-NOTES_SHOWN = "notes_shown"  # run-state key: the newest note of the runner's that a person has seen
-
-
-@dataclass(slots=True)
-class Part:
-    """A process of the run, and the error its death means."""
-
-    name: str
-    process: OwnedProcess
-    log: Path
-    error: type[HarnessTrainerError]
+ENGINE_AGAIN_S = 120.0  # from an engine's death until its next start has begun, back-off included
 
 
 @dataclass(frozen=True, slots=True)
-class _What:
+class Workload:
     """What the runner is told of tasks and agents. `bins`: where each agent's programs are, by its name."""
 
     tasks: str
@@ -82,15 +76,14 @@ class Supervisor:
         self._run = run
         self._display = display
         self._registry = default_registry()
-        self._parts: list[Part] = []
+        self._parts = Parts(Restarts(config.restarts), event=run.event, say=display.phase)
         self._admin_key = secrets.token_urlsafe(32)
-        self._metrics_size = 0  # bytes of metrics.jsonl at the last look
+        self._progress = Progress(run, display)
+        self._pipeline: PipelineSpec | None = None  # as the gateway's, which is started first
 
     def run(self, stack: ExitStack) -> list[dict[str, Any]]:
         config, run, display = self._config, self._run, self._display
-        for left in reap(self._registry):
-            counts = f"{left.num_processes} processes, {len(left.objects)} objects of an engine"
-            display.phase(f"cleaned up what a dead run left: {left.kind}, {counts} {left.problem}".rstrip())
+        self._clean_up()
         find_environment(config.engine)  # cheap to ask, and nothing below is worth doing without it
         load_reward(config.rollouts.reward)
         tasks, what = self._what_runs()
@@ -100,14 +93,56 @@ class Supervisor:
         store.forget_engine()  # before anything starts that could take the old one's word
         engine_url_file = run.internal / "engine_url"
         engine_url_file.unlink(missing_ok=True)
-        engine = Engine(_engine_for(config), model=model, log_path=run.logs / "engine.log", registry=self._registry)
+        engine = EnginePart(
+            _engine_for(config),
+            lambda settings: Engine(settings, model=model, log_path=self._log("engine"), registry=self._registry),
+            store,
+            engine_url_file,
+            status=display.status,
+        )
         stack.callback(engine.stop)
-        stack.callback(self._stop_parts)  # before the line above: the engine ends at the same time as everything else
-        learner = self._start_learner(model, tasks, engine_url_file, self._transfer_dir(stack))
-        engine_url, context = self._start_engine(engine)
-        write_atomically(engine_url_file, engine_url)
+        stack.callback(self._parts.stop)  # before the line above: the engine ends at the same time as everything else
+        learner = self._start_learner(model, tasks, engine_url_file, self._transfer_dir(stack), store)
+        engine_part, context = self._start_engine(engine)
         agents_socket = self._agents_socket(stack)
-        gateway = self._start_gateway(engine_url, model, agents_socket)
+        gateway = self._start_gateway(
+            engine.url, model.model_id, agents_socket, tokenizer=model.path, transport="generate"
+        )
+        engine.hold = gateway.hold
+        self._start_runner(
+            what, model.model_id, context, gateway, agents_socket, store,
+            max_open_groups=config.learner.groups_per_step * (config.learner.max_staleness + 1),
+            num_groups=config.learner.groups_per_step * config.learner.max_steps,
+            groups_per_step=config.learner.groups_per_step,
+            max_staleness=config.learner.max_staleness,
+            max_dropped_in_a_row=config.learner.max_dropped_in_a_row,
+        )  # fmt: skip
+
+        def each_look() -> None:
+            if engine_part.running and store.versions().engine:
+                gateway.release()
+
+        return self._watch(learner, store, each_look)
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def _clean_up(self) -> None:
+        for left in reap(self._registry):
+            counts = f"{left.num_processes} processes, {len(left.objects)} objects of an engine"
+            self._display.phase(f"cleaned up what a dead run left: {left.kind}, {counts} {left.problem}".rstrip())
+
+    def _start_runner(
+        self,
+        what: Workload,
+        model: str,
+        context: int,
+        gateway: Gateway,
+        agents_socket: Path | None,
+        store: RolloutStore,
+        **schedule: Any,
+    ) -> None:
+        """`schedule`: what the learner will take, as in `RunnerSpec`."""
+        config, run = self._config, self._run
         spec = RunnerSpec(
             config=config.rollouts.model_copy(
                 update={
@@ -116,7 +151,7 @@ class Supervisor:
                 }
             ),
             sandbox=config.sandbox,
-            env=config.env,
+            env=pin_env(config.env),
             tasks=what.tasks,
             harness=what.harness,
             harness_bin=next(iter(what.bins.values())),
@@ -125,25 +160,18 @@ class Supervisor:
             artifacts=run.artifacts,
             registry=self._registry,
             run_id=run.path.name,
-            model=model.model_id,
+            model=model,
             context=context,
-            access=Access(gateway=Endpoint(gateway["agent_url"], agents_socket, config.gateway.public_url)),
-            admin_url=gateway["admin_url"],
-            max_open_groups=config.learner.groups_per_step * (config.learner.max_staleness + 1),
-            num_groups=config.learner.groups_per_step * config.learner.max_steps,
-            groups_per_step=config.learner.groups_per_step,
-            max_staleness=config.learner.max_staleness,
-            max_dropped_in_a_row=config.learner.max_dropped_in_a_row,
+            access=Access(gateway=Endpoint(gateway.addresses["agent_url"], agents_socket, config.gateway.public_url)),
+            admin_url=gateway.addresses["admin_url"],
+            pipeline=self._pipeline,
+            **schedule,
         )
-        display.phase(
-            f"running {' and '.join(what.bins)} on {what.num_tasks} tasks, {config.rollouts.max_concurrent} at a time"
-        )
-        self._start_module("runner", "harness_trainer.rollouts", spec, TrainingFailed)
-        return self._watch(learner, store)
+        at_once = config.rollouts.max_concurrent
+        self._display.phase(f"running {' and '.join(what.bins)} on {what.num_tasks} tasks, {at_once} at a time")
+        self._start_module("runner", "harness_trainer.rollouts", spec, reason=lambda: store.state(RUNNER_ERROR) or None)
 
-    # -- starting ------------------------------------------------------------------------------------------------
-
-    def _what_runs(self) -> tuple[list[Task], _What]:
+    def _what_runs(self) -> tuple[list[Task], Workload]:
         """All tasks, and agents, checked before anything slow is started: ours, or those of `--env`'s server."""
         config, display = self._config, self._display
         if isinstance(config.env, OpenEnvHarborConfig):
@@ -154,7 +182,9 @@ class Supervisor:
             found = asyncio.run(inspect_server(config.env))
             for note in found.notes:
                 display.phase(note)
-            return found.tasks, _What("", config.env.harness, {config.env.harness: Path()}, len(found.tasks))
+            return found.tasks, Workload("", config.env.harness, {config.env.harness: Path()}, len(found.tasks))
+        if isinstance(config.env, WHITE_BOX):
+            return self._white_box()
         spec = pin_tasks(config.tasks)  # every part of the run reads the same commit of a dataset
         tasks = load_tasks(spec)
         held_out = config.rollouts.evaluation.tasks
@@ -163,16 +193,30 @@ class Supervisor:
         mix = load_mix(config.harness, everything, config.rollouts)
         asyncio.run(check_tasks(everything, config.sandbox, run_id=self._run.path.name, registry=self._registry))
         bins = {name: ensure_installed(agent, cache_dir(), display.phase) for name, agent in mix.harnesses.items()}
-        return everything, _What(spec, pin_harness(config.harness), bins, len(tasks), evaluation)
+        return everything, Workload(spec, pin_harness(config.harness), bins, len(tasks), evaluation)
+
+    def _white_box(self) -> tuple[list[Task], Workload]:
+        """An environment whose turns are ours, or a loop: made and asked here for its tasks, before anything slow."""
+        env, evaluation = self._config.env, self._config.rollouts.evaluation.tasks
+        rows = str(Path(self._config.tasks).expanduser().resolve())
+        held_out = None if evaluation is None else str(Path(evaluation).expanduser().resolve())
+        name, tasks = asyncio.run(inspect_source(env, rows))
+        everything = [*tasks, *(asyncio.run(inspect_source(env, held_out))[1] if held_out else [])]
+        return everything, Workload(rows, name, {name: Path()}, len(tasks), held_out)
 
     def _start_learner(
-        self, model: ModelInfo, tasks: Sequence[Task], engine_url_file: Path, transfer_dir: Path
+        self,
+        model: ModelInfo,
+        tasks: Sequence[Task],
+        engine_url_file: Path,
+        transfer_dir: Path,
+        store: RolloutStore,
     ) -> Part:
         run = self._run
         rollouts = self._config.rollouts
         longest_s = max(Limits.of(rollouts, task).total_s + task.box.build_timeout_s for task in tasks)
         spec = LearnerSpec(
-            config=self._config.learner,
+            config=pinned(self._config.learner),
             model_path=model.path,
             store=run.store,
             checkpoints=run.checkpoints,
@@ -183,63 +227,88 @@ class Supervisor:
             temperature=rollouts.temperature,
             starved_after_s=longest_s + 120,  # nothing may be heard of a rollout for as long as it may take
             evaluate_every=rollouts.evaluation.every if rollouts.evaluation.tasks else None,
+            engine_away_s=self._config.engine.start_timeout_s + ENGINE_AGAIN_S,
         )
-        return self._start_module("learner", "harness_trainer.learner", spec, TrainingFailed)
+        reason = lambda: store.state(LEARNER_ERROR) or None  # noqa: E731
+        if elsewhere := on_other_machines(spec.config, run.internal / "learner.json"):
+            self._display.phase(f"on each other machine of the learner: {elsewhere}")
+        return self._start_module("learner", module_of(spec.config), spec, reason=reason, ends=True)
 
-    def _start_module(self, name: str, module: str, spec: Any, error: type[HarnessTrainerError]) -> Part:
+    def _start_module(
+        self, name: str, module: str, spec: Any, *, reason: Callable[[], str | None], ends: bool = False
+    ) -> Part:
         spec_file = self._run.internal / f"{name}.json"
         with filesystem_errors(self._run.path):
             write_atomically(spec_file, spec.model_dump_json(indent=1))
-        return self._start(name, [sys.executable, "-m", module, "--spec", str(spec_file)], error)
+        argv = [sys.executable, "-m", module, "--spec", str(spec_file)]
+        part = Part(name, self._log(name), TrainingFailed, lambda: self._spawn(name, argv), reason=reason, ends=ends)
+        self._parts.start(part)
+        return part
 
-    def _start(self, name: str, argv: list[str], error: type[HarnessTrainerError]) -> Part:
-        log = self._run.logs / f"{name}.log"
+    def _spawn(self, name: str, argv: list[str]) -> OwnedProcess:
         # Passive waiting: the learner's threads share their cores with agents and, on a CPU, with the engine.
         # No progress bars: a log's last line is what a person is shown when a part dies.
         ours = {"OMP_WAIT_POLICY": "PASSIVE", "TQDM_DISABLE": "1"}
         env = {**ours, **os.environ, "CAPTURE_PROXY_ADMIN_KEY": self._admin_key}
-        process = start_process(argv, env=env, cwd=self._run.path, log_path=log, registry=self._registry, kind=name)
-        part = Part(name, process, log, error)
-        self._parts.append(part)
-        self._run.event("started", part=name, pid=process.pid)
-        return part
+        return start_process(
+            argv, env=env, cwd=self._run.path, log_path=self._log(name), registry=self._registry, kind=name
+        )
 
-    def _start_engine(self, engine: Engine) -> tuple[str, int]:
-        """Start the engine, prove that it can be trained from; its address and window."""
+    def _log(self, name: str) -> Path:
+        return self._run.logs / f"{name}.log"
+
+    def _start_engine(self, engine: EnginePart) -> tuple[Part, int]:
+        """Start the engine, prove that it can be trained from, tell the learner; its part and its window."""
         from harness_trainer.engine.check import require_trainable
 
-        display = self._display
-        url = engine.start(progress=lambda text: display.status(f"engine: {text}"))
-        self._run.event("started", part="engine", pid=engine.process.pid)
-        self._parts.append(Part("engine", engine.process, engine.log_path, EngineFailed))
-        capabilities = require_trainable(url)
-        display.phase(f"engine serves {capabilities.model}, window {capabilities.max_model_len} tokens")
+        part = Part(
+            "engine", self._log("engine"), EngineFailed, engine.launch, on_death=engine.lost, give_up=engine.stop
+        )
+        self._parts.start(part)
+        capabilities = require_trainable(engine.url)
+        self._display.phase(f"engine serves {capabilities.model}, window {capabilities.max_model_len} tokens")
         if capabilities.max_model_len is None:
             raise EngineFailed("the engine does not report its window (max_model_len); use a vLLM that does")
-        return url, capabilities.max_model_len
+        engine.announce()
+        return part, capabilities.max_model_len
 
-    def _start_gateway(self, engine_url: str, model: ModelInfo, agents_socket: Path | None) -> dict[str, str]:
-        ready = self._run.internal / "gateway.json"
-        ready.unlink(missing_ok=True)
-        argv = [sys.executable, "-m", "capture_proxy", "--engine-url", engine_url, "--store", str(self._run.store)]
-        argv += ["--model", model.model_id, "--transport", "generate", "--ready-file", str(ready)]
+    def _start_gateway(
+        self, engine_url: str, model: str, agents_socket: Path | None, *, tokenizer: Path | None, transport: Transport
+    ) -> Gateway:
+        """`tokenizer` None, `transport` "auto": of an engine of which nothing is known but its address."""
         config = self._config.gateway
-        argv += ["--bridging", config.bridging, "--renderer", config.renderer, "--tokenizer", str(model.path)]
-        argv += ["--thinking-retention", config.thinking_retention, "--agent-bind", f"127.0.0.1:{config.port}"]
-        if isinstance(self._config.learner.weight_sync, LoraSync):
+        way = self._pipeline = PipelineSpec(
+            engine_url=engine_url,
+            model=model,
+            transport=transport,
+            adapters=isinstance(self._config.learner.weight_sync, LoraSync),
+            bridging=config.bridging,
+            renderer=config.renderer,
+            tokenizer=tokenizer,
+            thinking_retention=config.thinking_retention,
+            engine_patience_s=config.engine_patience_s,
+        )
+        argv = [sys.executable, "-m", "capture_proxy", "--engine-url", way.engine_url, "--store", str(self._run.store)]
+        argv += ["--model", way.model, "--transport", way.transport]
+        argv += ["--bridging", way.bridging, "--renderer", way.renderer]
+        if way.tokenizer is not None:
+            argv += ["--tokenizer", str(way.tokenizer)]
+        argv += ["--thinking-retention", way.thinking_retention, "--engine-patience", str(way.engine_patience_s)]
+        if way.adapters:
             argv += ["--adapters"]
         if agents_socket is not None:
             argv += ["--agent-socket", str(agents_socket)]
-        part = self._start("gateway", argv, GatewayFailed)
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not ready.exists():
-            self._check(part)
-            if time.monotonic() > deadline:
-                raise GatewayFailed(f"the gateway was not ready within {READY_TIMEOUT_S:.0f} s: see {part.log}")
-            time.sleep(0.05)
-        addresses: dict[str, str] = json.loads(ready.read_text(encoding="utf-8"))
-        self._display.phase(f"capture gateway for agents at {addresses['agent_url']}")
-        return addresses
+        gateway = Gateway(
+            argv,
+            lambda command: self._spawn("gateway", command),
+            key=self._admin_key,
+            port=config.port,
+            ready_file=self._run.internal / "gateway.json",
+            log=self._log("gateway"),
+        )
+        self._parts.start(Part("gateway", self._log("gateway"), GatewayFailed, gateway.launch, give_up=gateway.give_up))
+        self._display.phase(f"capture gateway for agents at {gateway.addresses['agent_url']}")
+        return gateway
 
     def _agents_socket(self, stack: ExitStack) -> Path | None:
         """Where the gateway listens for sealed containers: their relay gets this socket's folder and nothing else.
@@ -267,62 +336,33 @@ class Supervisor:
 
     # -- watching ------------------------------------------------------------------------------------------------
 
-    def _watch(self, learner: Part, store: RolloutStore) -> list[dict[str, Any]]:
-        """Until the learner ends and its last policy is evaluated: show progress, stop when another part dies."""
-        reports: list[dict[str, Any]] = []
+    def _watch(self, learner: Part, store: RolloutStore, each_look: Callable[[], None]) -> list[dict[str, Any]]:
+        """Until the learner is done and its last policy is evaluated: show progress, start again what dies."""
         while True:
-            has_ended = not learner.process.alive()
-            is_over = has_ended and (learner.process.returncode != 0 or not self._is_evaluating(store))
-            reports = self._show_new_steps(reports)
-            self._show_notes(store)
+            is_over = learner.finished and not self._is_evaluating(store)
+            self._progress.show_new_steps()
+            self._progress.show_notes(store)
             if is_over:
-                break
-            reason = store.state(RUNNER_ERROR)
+                if self._lacks_last_evaluation(store):
+                    self._display.phase("the engine died after the last step: the last policy is not evaluated")
+                return self._progress.reports
+            reason = store.state(RUNNER_ERROR)  # before the runner has ended all that it runs
             if reason:
                 raise TrainingFailed(reason)
-            for part in self._parts:
-                if part is not learner:
-                    self._check(part)
-            self._display.status(_status(store, reports))
+            self._parts.look()
+            each_look()
+            self._progress.show_status(store)
             time.sleep(POLL_S)
-        if learner.process.returncode != 0:
-            raise TrainingFailed(store.state(LEARNER_ERROR) or f"the learner died: {_last_line(learner.log)}")
-        return reports
 
     def _is_evaluating(self, store: RolloutStore) -> bool:
         """Whether the last policy of the run is still to be evaluated."""
         evaluation, last_step = self._config.rollouts.evaluation, self._config.learner.max_steps
         return evaluation.tasks is not None and store.due_evaluation(evaluation.every, last_step) is not None
 
-    def _show_notes(self, store: RolloutStore) -> None:
-        """What the runner has to say, each once, also over restarts."""
-        for note in store.notes(after=int(store.state(NOTES_SHOWN) or 0)):
-            self._display.phase(note.detail["line"])
-            self._run.event(note.kind, **{key: value for key, value in note.detail.items() if key != "line"})
-            store.set_state(NOTES_SHOWN, str(note.seq))
-
-    def _show_new_steps(self, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        size = self._run.metrics.stat().st_size if self._run.metrics.exists() else 0
-        if size == self._metrics_size:  # asked several times a second, over a file that grows with every step
-            return known
-        self._metrics_size = size
-        reports = read_metrics(self._run.metrics)
-        for report in reports[len(known) :]:
-            self._display.phase(step_line(report))
-            self._run.event("step", step=report["step"], policy_version=report["policy_version"])
-        return reports
-
-    def _check(self, part: Part) -> None:
-        if not part.process.alive():
-            raise part.error(f"the {part.name} died: {_last_line(part.log)} (log: {part.log})")
-
-    def _stop_parts(self) -> None:
-        """End every part at the same time, so that the waits overlap."""
-        with ThreadPoolExecutor(max_workers=max(1, len(self._parts))) as pool:
-            for part, code in zip(
-                self._parts, pool.map(lambda p: p.process.stop(STOP_GRACE_S), self._parts), strict=True
-            ):
-                self._run.event("stopped", part=part.name, exit_code=code)
+    def _lacks_last_evaluation(self, store: RolloutStore) -> bool:
+        """The learner is done, so nobody can send its last weights to an engine that was started again."""
+        wanted = self._config.rollouts.evaluation.tasks is not None
+        return wanted and all(e["step"] != self._config.learner.max_steps for e in store.evaluations())
 
 
 def train(config: RunConfig, run_dir: Path, display: Display) -> list[dict[str, Any]]:
@@ -359,26 +399,3 @@ def _engine_for(config: RunConfig) -> EngineConfig:
         needed = {"max_loras": learner.max_staleness + 2, "max_lora_rank": learner.lora.served_rank}
         return config.engine.model_copy(update=needed)
     return config.engine
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run so far; a line that is still being written is left for the next look."""
-    if not path.exists():
-        return []
-    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
-
-
-def _status(store: RolloutStore, reports: list[dict[str, Any]]) -> str:
-    outcomes = " ".join(f"{count} {name}" for name, count in sorted(store.outcome_counts().items()))
-    groups = " ".join(f"{count} {name}" for name, count in sorted(store.group_counts().items()))
-    head = f"step {len(reports)} · policy v{store.policy_version()}"
-    return f"{head} · rollouts: {outcomes or 'none yet'} · groups: {groups or 'none yet'}"
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError as error:
-        return f"no log ({error})"
-    return next((line for line in reversed(lines) if line), "its log is empty")

@@ -51,36 +51,7 @@ class OpenAIChat:
         return bearer(head)
 
     def parse(self, head: Head, body: bytes) -> Call:
-        data = parse_object(body)
-        n = data.get("n")
-        if n is not None and (isinstance(n, bool) or n != 1):
-            raise BadRequest(f"n={n!r} is not supported: ask for one completion a request")
-        tools = _tools(data.get("tools"))
-        max_tokens = _max_tokens(data)
-        sampling = read_sampling(data)
-        if max_tokens is not None:
-            sampling["max_tokens"] = max_tokens
-        options = data.get("stream_options")
-        kwargs = data.get("chat_template_kwargs")
-        model = data.get("model")
-        if model is not None and not isinstance(model, str):
-            raise BadRequest("model must be a string")
-        messages, findings = settle_system(_messages(data.get("messages")))
-        parallel = data.get("parallel_tool_calls")
-        return Call(
-            model=model or "",
-            messages=messages,
-            tools=tools,
-            # Several engines refuse a choice among no tools, and some clients always send one.
-            tool_choice=data.get("tool_choice") if tools else None,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stream=data.get("stream") is True,
-            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            chat_template_kwargs=kwargs if isinstance(kwargs, dict) else {},
-            parallel_tool_calls=parallel if isinstance(parallel, bool) and tools else None,
-            findings=findings,
-        )
+        return call_of(parse_object(body))
 
     def reply(self, call: Call, turn: Turn) -> bytes:
         message = {"content": None, **turn.message, "role": "assistant"}
@@ -158,6 +129,39 @@ class _ChatStream:
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return _event({**self._head, "choices": [choice]})
+
+
+def call_of(data: dict[str, Any]) -> Call:
+    """What a request's JSON object asks. Raises BadRequest. Also for calls that are made in process."""
+    n = data.get("n")
+    if n is not None and (isinstance(n, bool) or n != 1):
+        raise BadRequest(f"n={n!r} is not supported: ask for one completion a request")
+    tools = _tools(data.get("tools"))
+    max_tokens = _max_tokens(data)
+    sampling = read_sampling(data)
+    if max_tokens is not None:
+        sampling["max_tokens"] = max_tokens
+    options = data.get("stream_options")
+    kwargs = data.get("chat_template_kwargs")
+    model = data.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("model must be a string")
+    messages, findings = settle_system(_messages(data.get("messages")))
+    parallel = data.get("parallel_tool_calls")
+    return Call(
+        model=model or "",
+        messages=messages,
+        tools=tools,
+        # Several engines refuse a choice among no tools, and some clients always send one.
+        tool_choice=data.get("tool_choice") if tools else None,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        stream=data.get("stream") is True,
+        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        chat_template_kwargs=kwargs if isinstance(kwargs, dict) else {},
+        parallel_tool_calls=parallel if isinstance(parallel, bool) and tools else None,
+        findings=findings,
+    )
 
 
 def bearer(head: Head) -> str | None:

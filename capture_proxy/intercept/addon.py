@@ -101,7 +101,7 @@ class Events:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._file = open(fd, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed in `close`
         self._admin, self._admin_key = admin, admin_key
-        self._queue: queue.Queue[dict[str, str] | None] = queue.Queue(room)
+        self._queue: queue.Queue[dict[str, object] | None] = queue.Queue(room)
         self._num_lost = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._post_all, daemon=True)
@@ -114,7 +114,9 @@ class Events:
         if self._admin is None or token is None:
             return
         try:
-            self._queue.put_nowait({"session_token": token, "kind": kind, "detail": detail})
+            # With its time the gateway can tell a repeated event from another one of the same words.
+            event = {"session_token": token, "kind": kind, "detail": detail, "at": time.time()}
+            self._queue.put_nowait(event)
         except queue.Full:
             self._lose()
 
@@ -142,10 +144,10 @@ class Events:
             if self._queue.empty():
                 self._report_lost()
 
-    def _post(self, event: dict[str, str]) -> bool:
+    def _post(self, event: dict[str, object]) -> bool:
         assert self._admin is not None
         headers = {"authorization": f"Bearer {self._admin_key}", "content-type": "application/json"}
-        for pause_s in (0, 1, 2, 4, 8):  # a gateway that restarts is back within these
+        for pause_s in (0, 1, 2, 4, 8, 15, 30):  # a gateway that restarts is back within these
             time.sleep(pause_s)
             status = ask(self._admin, "POST", "/events", headers, json.dumps(event), timeout_s=5)
             if status is not None and status < 500:

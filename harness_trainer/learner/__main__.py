@@ -12,7 +12,6 @@ import os
 import signal
 import statistics
 import sys
-import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -20,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from harness_trainer.errors import HarnessTrainerError, TrainingFailed
+from harness_trainer.errors import HarnessTrainerError
 from harness_trainer.learner.config import LearnerConfig
+from harness_trainer.learner.engine_presence import EnginePresence
 from harness_trainer.learner.final_model import ENGINE_VERSION
 from harness_trainer.learner.store_source import StoreGroupSource
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome
-from harness_trainer.rundir import filesystem_errors, write_atomically
+from harness_trainer.rundir import append_line, filesystem_errors, write_atomically
 
 if TYPE_CHECKING:
+    from harness_trainer.learner.ranks import Ranks
     from harness_trainer.learner.train import StepReport
 
 LEARNER_ERROR = "learner_error"  # run-state key that holds the one line a person should read
@@ -53,31 +54,58 @@ class LearnerSpec(BaseModel):
     evaluate_every: int | None = (
         None  # steps between two evaluations, during which no step is taken; None = there are none
     )
+    engine_away_s: float = 900.0  # longest wait for an engine that is started again
 
 
-def _wait_for_engine(path: Path) -> str:
-    while not path.exists():
-        if os.getppid() == 1:
-            raise TrainingFailed("the supervisor died before the engine was ready")
-        time.sleep(0.1)
-    return path.read_text(encoding="utf-8").strip()
-
-
-def _run(spec: LearnerSpec, store: RolloutStore) -> None:
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(spec.metrics.parent / "tensorboard"))
+def _run(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence) -> None:
     # Ten seconds of imports that overlap with the engine's own start.
+    from harness_trainer.learner.rank_watch import among_peers
+
+    with among_peers(spec.config) as ranks:
+        engine.while_waiting = ranks.keep_waiting
+        _learn(spec, store, engine, ranks)
+
+
+def _help(spec: LearnerSpec) -> int:
+    """As one of several processes, but not the main one: the store and the engine are not this one's business."""
+    from harness_trainer.learner.rank_watch import among_peers
+
+    try:
+        with among_peers(spec.config) as ranks:
+            from harness_trainer.learner.train import help_learner
+
+            help_learner(
+                spec.config,
+                model_path=spec.model_path,
+                output_dir=spec.checkpoints,
+                ranks=ranks,
+                temperature=spec.temperature,
+            )
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence, ranks: Ranks) -> None:
     from harness_trainer.learner.checkpoints import last_checkpoint, read_state
     from harness_trainer.learner.continuing import announce, settle, used_up
     from harness_trainer.learner.engine_calls import engine_version
     from harness_trainer.learner.measuring import EngineWatch, Meter
+    from harness_trainer.learner.trackers import go_on
     from harness_trainer.learner.train import run_learner
     from harness_trainer.learner.transfers import make_transfer
+    from harness_trainer.learner.weight_transfer import remove_unsent
 
     resume_from = last_checkpoint(spec.checkpoints)
     state = None if resume_from is None else read_state(resume_from)
     _forget_steps_after(spec.metrics, 0 if state is None else state.step)
     settle(store, state)
-    engine_url = _wait_for_engine(spec.engine_url_file)
+    folder, after_step = spec.metrics.parent, 0 if state is None else state.step
+    run_name = go_on(spec.config.report_to, store, folder, after_step=after_step)
+    for folder in filter(None, (spec.transfer_dir, spec.keep_weights)):
+        remove_unsent(folder)  # of a learner that was killed while it sent them
+    engine_url = engine.reach()
     store.set_state(ENGINE_VERSION, engine_version(engine_url))
     transfer = make_transfer(
         spec.config,
@@ -94,8 +122,8 @@ def _run(spec: LearnerSpec, store: RolloutStore) -> None:
 
     def on_step(report: StepReport) -> None:
         line = json.dumps({**asdict(report), **_rollout_facts(store, report)})
-        with filesystem_errors(spec.metrics.parent), spec.metrics.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with filesystem_errors(spec.metrics.parent):
+            append_line(spec.metrics, line)  # on the disk before the step's checkpoint is
 
     run_learner(
         spec.config,
@@ -106,6 +134,7 @@ def _run(spec: LearnerSpec, store: RolloutStore) -> None:
             alive=alive,
             starved_after_s=spec.starved_after_s,
             evaluate_every=spec.evaluate_every,
+            engine_number=lambda: engine.number,
         ),
         weight_transfer=transfer,
         on_step=on_step,
@@ -118,6 +147,9 @@ def _run(spec: LearnerSpec, store: RolloutStore) -> None:
             max_staleness=spec.config.max_staleness,
             phases_s=lambda: transfer.last_timings,
         ),
+        run_name=run_name,
+        engine=engine,
+        ranks=ranks,
     )
 
 
@@ -161,18 +193,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="harness_trainer.learner", description=__doc__)
     parser.add_argument("--spec", type=Path, required=True)
     spec = LearnerSpec.model_validate_json(parser.parse_args().spec.read_text(encoding="utf-8"))
+    if spec.config.num_processes > 1 and os.environ.get("RANK", "0") != "0":
+        return _help(spec)
     signal.signal(signal.SIGTERM, _interrupt)
     store = RolloutStore(spec.store)
     store.set_state(LEARNER_ERROR, "")
+    engine = EnginePresence(store, spec.engine_url_file, away_s=spec.engine_away_s)
     try:
-        _run(spec, store)
+        _run(spec, store, engine)
         return 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         traceback.print_exc()
-        known = isinstance(error, HarnessTrainerError)
-        store.set_state(LEARNER_ERROR, str(error) if known else f"{type(error).__name__}: {error}")
+        # What is said here ends the run. An engine that died, or an error that nobody foresaw (out of memory, say), is
+        # a reason to start again from the last checkpoint.
+        if isinstance(error, HarnessTrainerError) and not engine.is_gone(error):
+            store.set_state(LEARNER_ERROR, str(error))
         return 1
 
 

@@ -21,6 +21,10 @@ T = TypeVar("T")
 _LATE_S = 0.5  # what a deadline waits beyond the client's own, whose message comes first
 
 
+class EngineGone(TrainingFailed):
+    """The engine refuses connections, or broke one off: it has died, and another one may take its place."""
+
+
 def version_name(version: int) -> str:
     """The engine's name for policy `version`, as it comes back on every token. Example: version_name(3) == "v3"."""
     return f"v{version}"
@@ -138,7 +142,7 @@ class EngineCalls:
         except httpx.TimeoutException:
             raise TrainingFailed(f"the engine did not answer /{name} within {limit_s:g} s") from None
         except httpx.HTTPError as error:
-            raise TrainingFailed(f"the engine cannot be reached for /{name}: {error}") from None
+            raise EngineGone(f"the engine cannot be reached for /{name}: {error}") from None
         if response.status_code != 200:
             raise TrainingFailed(f"the engine answered /{name} with {response.status_code}: {_error_text(response)}")
         return response
@@ -152,6 +156,16 @@ def _object(path: str, response: httpx.Response) -> dict[str, Any]:
         name = path.partition("?")[0]
         raise TrainingFailed(f"the engine answered /{name} with something that is not JSON") from None
     return answer if isinstance(answer, dict) else {}
+
+
+def answers(base_url: str, limit_s: float = 10.0) -> bool:
+    """Whether an engine lives there. One that is silent may be busy; one that says it is dead (503) is about to end."""
+    try:
+        return httpx.get(f"{base_url}/health", timeout=limit_s, trust_env=False).status_code != 503
+    except httpx.TimeoutException:
+        return True
+    except httpx.HTTPError:
+        return False
 
 
 def engine_version(base_url: str) -> str:

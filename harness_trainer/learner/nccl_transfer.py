@@ -76,9 +76,14 @@ class NcclWeightTransfer:
         self.check.due = True
 
     def init_weight_transfer(self) -> None:
-        """Free an engine that an earlier trainer left paused or half updated, then join it in a group."""
-        self._engine.close_update()
-        self._engine.post("resume")
+        """Free an engine that an earlier trainer left paused or half updated, then join it in a group.
+
+        A paused one may hold weights of two policies: until the first update nothing it samples is trained on.
+        """
+        if self._engine.get("is_paused").get("is_paused"):
+            left = self._engine.recover("unfinished")
+            if left:
+                raise TrainingFailed(f"an earlier learner left the engine in the middle of an update{left}")
         self._bounded("the engine did not join the NCCL group", self._ready().init_weight_transfer)
 
     def pause(self) -> None:

@@ -89,11 +89,14 @@ class ShmWeightTransfer:
         self.check.due = True
 
     def init_weight_transfer(self) -> None:
-        """Say hello, and free an engine that an earlier trainer left paused. A half-open update ends with the next."""
+        """Say hello. An engine that an earlier trainer left paused, in the middle of an update, stays paused.
+
+        It may hold weights that have no name yet, and frozen requests would go on with them under the old one. The
+        first update closes the half-open one, names the weights, and resumes.
+        """
         if self.keep_dir is not None:
             self.keep_dir.mkdir(parents=True, exist_ok=True)
         self._engine.post("init_weight_transfer_engine", {"init_info": {}})
-        self._engine.post("resume")
 
     def pause(self) -> None:
         """Nothing yet: the engine goes on sampling until the weights are written, and `send_weights` pauses it then."""
@@ -189,6 +192,12 @@ class ShmWeightTransfer:
                 return folder
         room = f"room for {size / 2**20:.0f} MiB of weights"
         raise TrainingFailed(f"neither {self._directory} nor {self._fallback_dir} has {room}; free space")
+
+
+def remove_unsent(directory: Path) -> None:
+    """Remove what a trainer that was killed left of its last update. Nobody else may be sending from there."""
+    for file in directory.glob("weights-*.safetensors"):
+        file.unlink(missing_ok=True)
 
 
 def _distinct(iterator: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -125,9 +125,9 @@ def test_ctrl_c_ends_everything_soon_and_leaves_nothing(command, tmp_path_factor
     assert list((state / "harness-trainer" / "owned").glob("*.json")) == []
 
 
-def test_a_part_that_dies_stops_the_run_with_its_name_and_leaves_nothing(command):
+def test_without_restarts_a_part_that_dies_stops_the_run_with_its_name_and_leaves_nothing(command):
     run_dir, argv = command
-    process = start(argv, run_dir.parent / "state")
+    process = start([*argv, "--restarts.max-deaths", "0"], run_dir.parent / "state")
     deadline = time.monotonic() + 240
     while not (gateways := [pid for pid, line in processes_of(run_dir).items() if "-m capture_proxy" in line]):
         assert process.poll() is None and time.monotonic() < deadline

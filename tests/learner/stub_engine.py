@@ -49,6 +49,8 @@ class StubEngine:
             self.paused = True
         elif path == "resume":
             self.paused = False
+        elif path == "is_paused":
+            return 200, {"is_paused": self.paused}
         elif path == "start_weight_update":
             if self.active:
                 return 409, {"error": {"message": "a weight update is already active"}}
