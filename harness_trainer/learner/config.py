@@ -21,7 +21,10 @@ class LearnerConfig(BaseModel):
         16384, ge=2, description="distinct tokens of one forward pass; must hold the longest row (bounds memory)"
     )
     max_staleness: int = Field(
-        2, ge=0, description="policy versions a group's oldest trained token may lag behind before it is dropped"
+        2,
+        ge=0,
+        description="optimizer steps from the policy of a group's oldest trained token to the current one; "
+        "a group that is further away is dropped",
     )
     max_dropped_in_a_row: int = Field(
         256, ge=1, description="the run stops when so many groups in a row could not be trained"
@@ -37,6 +40,15 @@ class LearnerConfig(BaseModel):
         "float32", description="of the trained weights; float32 keeps the ratio exact"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if there is one")
+    num_processes: int = Field(1, ge=1, description="processes of the learner, on all its machines together")
+    accelerate_config: str = Field(
+        "ddp",
+        description="how several processes share the model: ddp (each holds all of it), fsdp2 (sharded),"
+        " or the path of a configuration of accelerate's",
+    )
+    process_timeout_s: float = Field(
+        1800, gt=0, description="how long processes wait for each other, longer than a checkpoint or a weight update"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     save_steps: int = Field(10, ge=1, description="steps between checkpoints; the last step is always kept")
     save_total_limit: int | None = Field(2, ge=1, description="checkpoints kept; None keeps all")

@@ -7,8 +7,8 @@ owns the trainer and calls this; the model is one that TRL gave its fused head.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,8 @@ def label_micro_batches(
     """Add to each micro-batch what its trained tokens weigh, in the order in which TRL packed them.
 
     `samples[i]` are those of micro-batch i, in the order of its `segment_id`. Sets `advantages` and `weights` (1, M),
-    `rollout` (1, M; from 0 within the micro-batch), `rollouts` (the step's numbers of them), `rollout_tokens` (R).
+    `rollout` (1, M; from 0 within the micro-batch), `rollouts` (the step's numbers of them), `rollout_tokens` (R), and
+    `is_spread`: whether one of them has tokens in another micro-batch too.
     """
     tokens: Counter[int] = Counter()
     for of_batch in samples:
@@ -59,6 +60,22 @@ def label_micro_batches(
         batch["rollout"] = _spread([place[s["rollout"]] for s in of_batch], counts, torch.long)
         batch["rollouts"] = rollouts
         batch["rollout_tokens"] = torch.tensor([float(tokens[rollout]) for rollout in rollouts])
+    homes = Counter(rollout for batch in micro_batches for rollout in batch["rollouts"])
+    for batch in micro_batches:
+        batch["is_spread"] = any(homes[rollout] > 1 for rollout in batch["rollouts"])
+
+
+def nothing_to_train() -> dict[str, Any]:
+    """A sample for a pass that is to change nothing: one token and its successor, with no advantage."""
+    zeros = np.zeros(2)
+    return {
+        "input_ids": np.zeros(2, dtype=np.int64),
+        "completion_mask": np.array([0, 1]),
+        "old_log_probs": zeros.astype(np.float32),
+        "advantage": 0.0,
+        "group_id": -1,
+        "metrics": {},
+    }
 
 
 def _spread(values: Sequence[float], counts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -100,22 +117,35 @@ def terms_of(batch: dict[str, Any], scored: Scored, reference_M: torch.Tensor | 
     )
 
 
-def sum_spread_rollouts(micro_batches: Sequence[dict[str, Any]], log_probs_of: Callable[[dict[str, Any]], Any]) -> int:
+def sum_spread_rollouts(
+    micro_batches: Sequence[dict[str, Any]],
+    log_probs_of: Callable[[dict[str, Any]], Any],
+    *,
+    num_passes: int = 0,
+    everywhere: Callable[[Mapping[int, float]], Iterable[Mapping[int, float]]] = lambda sums: [sums],
+) -> int:
     """Set `rollout_sums` where a micro-batch holds a part of a rollout only, by a forward pass without gradient.
 
-    `log_probs_of(batch)` gives the log-probabilities of its trained tokens. Returns the number of passes it took.
+    `log_probs_of(batch)` gives the log-probabilities of its trained tokens. Returns the number of passes it took, which
+    is at least `num_passes`. `everywhere` gives the sums of all processes that have micro-batches of the step.
     """
-    homes = Counter(rollout for batch in micro_batches for rollout in batch["rollouts"])
-    spread = [batch for batch in micro_batches if any(homes[rollout] > 1 for rollout in batch["rollouts"])]
-    sums: dict[int, torch.Tensor] = {}
+    spread = [batch for batch in micro_batches if batch["is_spread"]]
+    sums: dict[int, float] = defaultdict(float)
+    like = torch.zeros(())
+    with torch.no_grad():
+        for batch in spread:
+            like = terms_of(batch, Scored(log_probs_of(batch), None)).log_ratio_sums()
+            for rollout, part in zip(batch["rollouts"], like.tolist(), strict=True):
+                sums[rollout] += part
+        for _ in range(len(spread), num_passes):
+            log_probs_of(micro_batches[0])
+    whole: dict[int, float] = defaultdict(float)
+    for parts in everywhere(dict(sums)):
+        for rollout, part in parts.items():
+            whole[rollout] += part
     for batch in spread:
-        with torch.no_grad():
-            terms = terms_of(batch, Scored(log_probs_of(batch), None))
-            for rollout, part in zip(batch["rollouts"], terms.log_ratio_sums(), strict=True):
-                sums[rollout] = sums[rollout] + part if rollout in sums else part
-    for batch in spread:
-        batch["rollout_sums"] = torch.stack([sums[rollout] for rollout in batch["rollouts"]])
-    return len(spread)
+        batch["rollout_sums"] = like.new_tensor([whole[rollout] for rollout in batch["rollouts"]])
+    return max(len(spread), num_passes)
 
 
 class Reference:

@@ -21,12 +21,15 @@ from transformers import TrainerCallback
 
 from harness_trainer.learner.checkpoints import HarnessState, last_checkpoint, read_state
 from harness_trainer.learner.config import LearnerConfig
+from harness_trainer.learner.engine_presence import EnginePresence
 from harness_trainer.learner.feeder import FeederOptions, GroupFeeder
 from harness_trainer.learner.group_source import GroupSource
+from harness_trainer.learner.ranks import Ranks
 from harness_trainer.learner.step_batch import StepBatch
+from harness_trainer.learner.sync_config import LoraSync, NcclSync
 from harness_trainer.learner.trl_compat import AsyncGRPOConfig, HarnessGRPOTrainer, build_trainer
 
-__all__ = ["StepReport", "WeightTransfer", "last_checkpoint", "run_learner"]
+__all__ = ["StepReport", "WeightTransfer", "help_learner", "last_checkpoint", "run_learner"]
 
 
 class WeightTransfer(Protocol):
@@ -75,7 +78,7 @@ class StepReport:
     importance_mean: float | None  # weight of the importance correction, over trained tokens; None = no correction
     importance_bounded_fraction: float | None  # of trained tokens whose weight was cut or masked
     num_masked: int  # rollouts left out of the loss because a limit had cut them
-    staleness_mean: float | None  # versions, over rows
+    staleness_mean: float | None  # optimizer steps, over rows
     staleness_max: int | None
     dropped: dict[str, int]  # groups dropped since the step before, by reason
     sync_s: float | None  # the weight update after this step
@@ -101,20 +104,29 @@ def run_learner(
     base_version: int,
     temperature: float = 1.0,
     measure: Measure = lambda report, batch: {},
+    run_name: str | None = None,
+    ranks: Ranks | None = None,
+    engine: EnginePresence | None = None,
 ) -> None:
     """Train until `config.max_steps` steps are taken, counted from the first start of the run.
 
     The weights are published once before the first step and after each step, as versions v + 1, v + 2, ... with v the
     higher of `base_version` (the highest version that any engine of this run may have reported; 0 in a new run) and
     the version in the checkpoint. `temperature` is that of the sampling; the old log-probabilities must be of it.
-    What `measure` says of a step goes to the trackers of `report_to`, with TRL's own numbers, and into its report.
+    What `measure` says of a step goes to the trackers of `report_to`, with TRL's own numbers, and into its report;
+    `run_name` is the run's for them (None = its folder's).
+    All `ranks` but this one, the main process, are in `help_learner`. `engine` = it may be started again meanwhile.
 
     Raises TrainingFailed (source dead, weight update failed, loss not finite, checkpoint not written), SetupError, and
     whatever the source or the transfer raises. Ctrl-C goes through; source and transfer are closed on every path.
     """
     state = HarnessState(0, base_version) if resume_from is None else read_state(resume_from)
     state.policy_version = max(state.policy_version, base_version)
-    if state.step >= config.max_steps:
+    ranks = ranks or Ranks()
+    resume = None if resume_from is None else str(resume_from)
+    is_over = state.step >= config.max_steps
+    ranks.hand_out([(is_over, resume)] * ranks.size)
+    if is_over:
         return
     options = FeederOptions(
         groups_per_step=config.groups_per_step,
@@ -124,20 +136,63 @@ def run_learner(
         objective=config.objective,
     )
     feeder = GroupFeeder(group_source, options)
-    trainer = build_trainer(
+    trainer = _trainer(config, model_path, output_dir, temperature, ranks, state, feeder, weight_transfer)
+    if ranks.size > 1:
+
+        def while_waiting() -> None:
+            ranks.keep_waiting()
+            if engine is not None:  # weights that are spread over processes are gathered at the end of a step only
+                engine.require()
+
+        feeder.while_waiting = while_waiting
+    elif engine is not None and isinstance(config.weight_sync, NcclSync):
+        feeder.while_waiting = engine.require  # a group whose other side is dead is left only with the process
+    elif engine is not None:
+        trainer.engine = engine
+        feeder.while_waiting = trainer.send_again_if_lost
+    trainer.args.run_name = run_name or trainer.args.run_name
+    # First of all: what it adds to a step's log is seen by the trackers' callbacks.
+    trainer.callback_handler.callbacks.insert(0, _Reporter(trainer, on_step, measure))
+    trainer.train(resume_from_checkpoint=resume)
+
+
+def help_learner(
+    config: LearnerConfig, *, model_path: Path, output_dir: Path, ranks: Ranks, temperature: float = 1.0
+) -> None:
+    """Compute this process's share of every step of the main process's `run_learner`, until that ends."""
+    is_over, resume = ranks.take()
+    if is_over:
+        return
+    state = HarnessState(0, 0) if resume is None else read_state(Path(resume))
+    config = config.model_copy(update={"report_to": []})  # the main process reports
+    trainer = _trainer(config, model_path, output_dir, temperature, ranks, state, None, None)
+    trainer.train(resume_from_checkpoint=resume)
+
+
+def _trainer(
+    config: LearnerConfig,
+    model_path: Path,
+    output_dir: Path,
+    temperature: float,
+    ranks: Ranks,
+    state: HarnessState,
+    feeder: GroupFeeder | None,
+    weight_transfer: WeightTransfer | None,
+) -> HarnessGRPOTrainer:
+    return build_trainer(
         feeder=feeder,
         harness_state=state,
         objective=config.objective,
+        ranks=ranks,
+        adapter_sync=isinstance(config.weight_sync, LoraSync),
         lora=config.lora,
         model=str(model_path),
         args=trainer_arguments(config, output_dir, temperature),
         # TRL insists on a dataset of prompts; prompts are the rollout side's business.
         train_dataset=Dataset.from_dict({"prompt": [""]}),
-        weight_transfer=weight_transfer,
+        # TRL drops it on all processes but the main one; without any it would ask an engine of its own choice.
+        weight_transfer=weight_transfer or object(),
     )
-    # First of all: what it adds to a step's log is seen by the trackers' callbacks.
-    trainer.callback_handler.callbacks.insert(0, _Reporter(trainer, on_step, measure))
-    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
 
 
 def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: float) -> Any:

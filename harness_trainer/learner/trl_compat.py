@@ -7,10 +7,12 @@ micro-batches, the choice of attention kernel, the two functions of TRL that ass
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from harness_trainer.errors import HarnessTrainerError, SetupError, TrainingFailed
-from harness_trainer.learner.adapter_transfer import AdapterTransfer
-from harness_trainer.learner.checkpoints import HarnessState, write_state
+from harness_trainer.learner import checkpoints
+from harness_trainer.learner.checkpoints import HarnessState
+from harness_trainer.learner.engine_presence import OneEngine, Sending
 from harness_trainer.learner.feeder import GroupFeeder
 from harness_trainer.learner.nccl_transfer import Manifest, NcclWeightTransfer
 from harness_trainer.learner.objective import ObjectiveLoss, objective
 from harness_trainer.learner.objective_config import ObjectiveConfig
-from harness_trainer.learner.packed_loss import Reference, label_micro_batches, score, sum_spread_rollouts, terms_of
+from harness_trainer.learner.packed_loss import Reference, score, sum_spread_rollouts, terms_of
+from harness_trainer.learner.ranks import Ranks, shard_on_cpu_too
+from harness_trainer.learner.sharded_state import SameCheckpoints, whole
+from harness_trainer.learner.shares import share_out
 from harness_trainer.learner.step_batch import StepBatch
 from harness_trainer.learner.sync_config import LoraConfig
 from harness_trainer.learner.tree_attention import flash_attention_3_available, sdpa_tree_attention
@@ -43,6 +49,9 @@ with warnings.catch_warnings():
     from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
     from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, _flash_attn
     from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+# What TRL counts of a step, and each process of its own part.
+_COUNTS = ("_step_microbatches", "_step_forward_tokens", "_step_seq_len_weighted", "_step_samples")
 
 __all__ = [
     "AsyncGRPOConfig",
@@ -83,48 +92,59 @@ def nccl_client(base_url: str, manifest: Manifest, timeout_s: float) -> Any:
         ) from error
 
 
-class _Steps(IterableDataset[StepBatch]):
+class _Steps(IterableDataset[Any]):
     """One item per optimizer step, made when the trainer asks for it (nothing is fetched ahead)."""
 
-    def __init__(self, feeder: GroupFeeder) -> None:
-        self._feeder = feeder
+    def __init__(self, next_step: Callable[[], Any]) -> None:
+        self._next_step = next_step
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[Any]:
         while True:
-            yield self._feeder.next_step()
+            yield self._next_step()
 
 
-class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
+class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[misc]
     """TRL's trainer, with one optimizer step = the whole groups of one `StepBatch`, and the loss of `objective`.
 
     TRL fills micro-batches from a queue of single samples and averages their means. Here a step's rows are split into
     micro-batches whose tokens carry the weights of the *step*, so that the gradient does not depend on the split, and
     no group straddles two policies. `harness_state` counts on from what it is given and goes into every checkpoint;
     `last_step` is the batch of the step that was taken last, `sync_s` the seconds of the last weight update.
+
+    With several processes the micro-batches are dealt to them by the main one, which alone has a feeder and a weight
+    transfer. Gradients are averaged over processes, so each loss counts as many times as there are processes.
     """
 
     def __init__(
         self,
         *,
-        feeder: GroupFeeder,
+        feeder: GroupFeeder | None,
         harness_state: HarnessState,
         objective: ObjectiveConfig,
         model: str,
+        ranks: Ranks,
+        adapter_sync: bool,
         lora: LoraConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        """`feeder` is None on all processes but the main one. `adapter_sync`: the adapter alone goes to the engine."""
         _without_cuda()
+        shard_on_cpu_too()
+        self.ranks = ranks
         self.feeder = feeder
         self.harness_state = harness_state
         self.objective = objective
         self.last_step: StepBatch | None = None
         self.sync_s: float | None = None
+        self.engine: Sending = OneEngine()
+        self._noted: dict[str, list[Any]] = defaultdict(list)  # metrics of this process's part of the step
         if lora is not None:
             kwargs["peft_config"] = peft_config(lora)
         super().__init__(model=model, rollout_worker=feeder, **kwargs)
+        self.require_shardable()
         self.model_version = harness_state.policy_version
         use_attention_that_runs_here()
-        self._lora_sync = isinstance(self.weight_transfer, AdapterTransfer)
+        self._lora_sync = adapter_sync
         if isinstance(self.weight_transfer, NcclWeightTransfer):
             self.weight_transfer.describe(self._manifest())
         self._reference: Reference | None = None
@@ -141,26 +161,35 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         return copy.to(self.accelerator.device)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        if self.accelerator.num_processes > 1:
-            raise SetupError("the learner runs in one process: start it without torchrun or accelerate launch")
         # TRL flushes `wait_s` of this object once per step.
         self._rollout_dataset = self.feeder
-        return DataLoader(_Steps(self.feeder), batch_size=None, collate_fn=self._collate, num_workers=0)
+        if self.feeder is None:
+            return DataLoader(_Steps(self.ranks.take), batch_size=None, collate_fn=dict, num_workers=0)
+        return DataLoader(_Steps(self.feeder.next_step), batch_size=None, collate_fn=self._collate, num_workers=0)
 
     def _collate(self, step: Any) -> dict[str, Any]:
-        """Tensors of every micro-batch, each trained token with its weight in the whole step."""
-        collate = DataCollatorForRollout(
+        """The main process's share of the step; the others get theirs here."""
+        shares = share_out(
+            step.samples,
+            pack_micro_batches,
+            self._collator(self._trained_groups, self._metrics["train"]),
+            self._collator(set(), defaultdict(list)),
+            budget=self.args.token_budget,
+            objective=self.objective,
+            num_processes=self.ranks.size,
+        )
+        return {**self.ranks.hand_out(shares), "step": step}
+
+    def _collator(self, groups: set[int], metrics: dict[str, list[Any]]) -> Callable[[Any], dict[str, Any]]:
+        """Tensors of one tree. What TRL counts of it goes to `groups` and `metrics`."""
+        collator = DataCollatorForRollout(
             self.processing_class.pad_token_id,
             num_processes=1,
-            groups_trained=self._trained_groups,
-            metrics=self._metrics["train"],
+            groups_trained=groups,
+            metrics=metrics,
             token_budget=self.args.token_budget,
         )
-        trees = pack_micro_batches(step.samples, self.args.token_budget)
-        micro_batches = [collate.torch_call([[tree]]) for tree in trees]
-        label_micro_batches(micro_batches, [tree.samples for tree in trees], self.objective)
-        num_trained = sum(float(batch["global_n_tokens"][0]) for batch in micro_batches)
-        return {"step": step, "micro_batches": micro_batches, "num_trained_tokens": num_trained}
+        return lambda tree: collator.torch_call([[tree]])
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         micro_batches = inputs["micro_batches"]
@@ -168,45 +197,75 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         if self.objective.needs_whole_rollouts:
             started = time.perf_counter()
             micro_batches = [self._prepare_inputs(batch) for batch in micro_batches]
-            sum_spread_rollouts(micro_batches, lambda batch: score(model, batch).log_probs_M)
+            sum_spread_rollouts(
+                micro_batches,
+                lambda batch: score(model, batch).log_probs_M,
+                num_passes=inputs["num_spread"],
+                everywhere=self.ranks.gather,
+            )
             self._current_train_step_time += time.perf_counter() - started
         losses = []
-        for batch in micro_batches:
-            losses.append(super().training_step(model, batch, num_items_in_batch))
-        self.last_step = inputs["step"]
-        loss = torch.stack(losses).sum()
-        if not torch.isfinite(loss):
+        for i, batch in enumerate(micro_batches):
+            with self._gradient_kept_here(model, until_later=i + 1 < len(micro_batches)):
+                losses.append(super().training_step(model, batch, num_items_in_batch))
+        self.last_step = inputs.get("step")
+        self._gather_notes(sum("is_nothing" in batch for batch in micro_batches))
+        loss: torch.Tensor = self.accelerator.reduce(torch.stack(losses).sum(), reduction="mean")
+        if not torch.isfinite(loss):  # for all processes alike
             raise TrainingFailed(
                 f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower the learning rate,"
                 " or continue from the last checkpoint"
             )
         return loss
 
+    def _gradient_kept_here(self, model: Any, *, until_later: bool) -> contextlib.AbstractContextManager[Any]:
+        """Copies of a whole model exchange a step's gradient once; a sharded one has no room to keep it whole."""
+        if until_later and not self.is_fsdp_enabled:
+            kept: contextlib.AbstractContextManager[Any] = self.accelerator.no_sync(model)
+            return kept
+        return contextlib.nullcontext()
+
+    def _gather_notes(self, num_nothing: int) -> None:
+        """The main process's metrics become the step's."""
+        self._step_microbatches -= num_nothing
+        counts = [getattr(self, name) for name in _COUNTS]
+        parts = self.ranks.gather((dict(self._noted), counts))
+        self._noted.clear()
+        if self.ranks.is_main:
+            for noted, _ in parts:
+                for name, values in noted.items():
+                    self._metrics["train"][name] += values
+            for i, name in enumerate(_COUNTS):
+                setattr(self, name, sum(counts[i] for _, counts in parts))
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """The micro-batch's part of the step's loss; notes its metrics where TRL notes its own."""
+        """The micro-batch's part of the step's loss, times the number of processes; notes its metrics."""
         started = time.time()
         reference = None if self._reference is None else self._reference.log_probs(inputs)
         scored = score(model, inputs, aux_loss=self.aux_loss_enabled)
         self._step_forward_s += time.time() - started
+        if "is_nothing" in inputs:
+            parts = [scored.log_probs_M.sum(), *([] if scored.aux_loss is None else [scored.aux_loss])]
+            return 0.0 * torch.stack(parts).sum()
         result = objective(terms_of(inputs, scored, reference), self.objective)
         loss = result.loss
         if scored.aux_loss is not None:
             # A mean over tokens: the micro-batches of a step share its weight as they share its tokens.
             share = float(inputs["global_n_tokens"][0]) / self._step_trained_tokens
             loss = loss + self.router_aux_loss_coef * share * scored.aux_loss
-            self._metrics["train"]["aux_loss"].append(scored.aux_loss.item())
+            self._noted["aux_loss"].append(scored.aux_loss.item())
         self._note(result)
         num_tokens, length = float(inputs["global_n_forward_tokens"][0]), float(inputs["mean_seq_len"][0])
         self._step_forward_tokens += num_tokens
         self._step_seq_len_weighted += length * num_tokens
         self._step_samples += num_tokens / length
-        return loss
+        return loss * self.ranks.size
 
     def _note(self, result: ObjectiveLoss) -> None:
         """TRL divides the sums of a step's numerators and denominators, and takes the extreme of the extremes."""
-        metrics = self._metrics["train"]
+        metrics = self._noted
         pairs = [number for rate in result.rates.values() for number in rate]
         numbers = torch.stack([*pairs, *result.extremes.values()]).tolist()  # one copy from the device
         for name in result.rates:
@@ -216,6 +275,7 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = whole(norm) if torch.is_tensor(norm) else norm
         # The last moment before the optimizer writes it into every weight.
         if not math.isfinite(float(norm)):
             raise TrainingFailed(
@@ -226,21 +286,33 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     def _sync_weight(self) -> None:
         """Publish the weights as policy `model_version + 1`. The transfer frees the engine when that fails."""
+        if not self.ranks.is_main:
+            super()._sync_weight()  # what is sharded takes all of them to gather
+            return
         started = time.monotonic()
         self._record_step()
-        self.weight_transfer.next_version(self.model_version + 1)
         try:
-            super()._sync_weight()
+            self.engine.send(self._send, self.weight_transfer.init_weight_transfer)
         except HarnessTrainerError:
             raise
         except Exception as error:
             raise TrainingFailed(f"the weight update to policy v{self.model_version + 1} failed: {error}") from error
         self.sync_s = time.monotonic() - started
 
+    def _send(self) -> None:
+        self.weight_transfer.next_version(self.model_version + 1)
+        super()._sync_weight()
+
+    def send_again_if_lost(self) -> None:
+        """To an engine that was started again: the weights that it lost, under the name that they have."""
+        if self.engine.is_lost:
+            self.model_version -= 1
+            self._sync_weight()
+
     def _record_step(self) -> None:
         """The step just taken is final from here on: its groups count as trained even if publishing it fails."""
         step = self.state.global_step
-        if self.last_step is not None and self.harness_state.step < step:
+        if self.feeder is not None and self.last_step is not None and self.harness_state.step < step:
             self.harness_state.step = step
             self.harness_state.trained_groups[step] = self.last_step.group_ids
             self.feeder.source.on_trained(self.last_step.group_ids, step)
@@ -250,11 +322,13 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         version = self.model_version + 1
         transfer = self.weight_transfer
         model = self.accelerator.unwrap_model(self.model)
-        trl_module.save_lora_adapter(model, self.accelerator, self._adapter_name, str(transfer.folder_of(version)))
+        folder = "" if transfer is None else str(transfer.folder_of(version))  # the main process writes it
+        trl_module.save_lora_adapter(model, self.accelerator, self._adapter_name, folder)
         written = time.time()
-        transfer.publish(version)
-        self.model_version = version
-        self.rollout_worker.update_model_version(version)
+        if transfer is not None:
+            transfer.publish(version)
+            self.model_version = version
+            self.rollout_worker.update_model_version(version)
         return t0, t0, written
 
     def _streaming_iter(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -265,7 +339,7 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             yield name, tensor
         head = self._tied_head()
         if head is not None and head[0] not in names:
-            yield head[0], head[1].detach().to(self.accelerator.device)
+            yield head[0], whole(head[1].detach()).to(self.accelerator.device)
 
     def _manifest(self) -> Manifest:
         """What `_streaming_iter` will yield, without gathering any of it."""
@@ -289,19 +363,27 @@ class HarnessGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         return name.removeprefix("base_model.model."), head.weight
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.feeder is None:
+            super()._save_checkpoint(model, trial)
+            return
         state = self.harness_state
         state.policy_version = self.model_version
         state.next_group, state.group_counts = self.feeder.source.position()
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        # Transformers would remove older checkpoints before this one is on the disk.
+        keep, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            # Before Transformers' part, which ends with the file that marks a complete checkpoint.
-            write_state(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.harness_state)
+            checkpoints.begin(checkpoint)
             super()._save_checkpoint(model, trial)
+            checkpoints.complete(checkpoint, state, keep=keep)
         except Exception as error:  # OSError, safetensors' and torch's own errors: all mean it is not on the disk
             raise TrainingFailed(
                 f"checkpoint-{self.state.global_step} could not be written to {Path(self.args.output_dir)}"
                 f" ({str(error).splitlines()[0] if str(error) else type(error).__name__}): free disk space and"
                 " run the same command again"
             ) from error
+        finally:
+            self.args.save_total_limit = keep
 
     def _send_telemetry(self) -> None:
         """TRL reports each trainer to the Hub; we do not."""
