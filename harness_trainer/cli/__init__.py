@@ -15,11 +15,13 @@ from harness_trainer.errors import HarnessTrainerError
 COMMANDS = {
     "demo": "train a small real model inside the real opencode on this machine, from nothing",
     "train": "train a model inside an agent",
+    "rollout": "the same without learning: evaluate a model, collect what it does",
     "serve": "run one part alone: the capture gateway or the engine",
     "tasks": "list tasks, or check that they can be built, solved and scored",
     "qualify": "run the real agents on scripted tasks and show which can be trained",
     "model": "write a checkpoint as a model folder in Hugging Face format, with its card",
     "traces": "list, show or export what a run captured",
+    "audit": "account for every attempt, group, step and trained token of a run",
     "doctor": "check what this machine has and what it lacks",
     "clean": "end and remove what dead runs left behind",
 }
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"harness-trainer: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        continues = "; the same command continues the run" if known.command in ("demo", "train") else ""
+        continues = "; the same command continues the run" if known.command in ("demo", "train", "rollout") else ""
         print(f"harness-trainer: stopped{continues}", file=sys.stderr)
         return 130
     except BrokenPipeError:

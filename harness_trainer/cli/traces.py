@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         elif options.action == "show":
             _show(store, RunDir(options.run_dir).store, options.rollout, ids=options.ids)
         else:
-            _export(store, RunDir(options.run_dir).store, options.format, options.out)
+            export_traces(store, RunDir(options.run_dir).store, options.format, options.out)
     finally:
         store.close()
     return 0
@@ -130,7 +130,7 @@ def _show_turn(turn: dict[str, Any], *, ids: bool) -> None:
         print(f"   log-probabilities: {[round(lp, 4) for lp in turn['per_token_logps']]}")
 
 
-def _export(store: RolloutStore, path: Path, form: str, out: Path | None) -> None:
+def export_traces(store: RolloutStore, path: Path, form: str, out: Path | None) -> None:
     """Every rollout that has a trace, one after the other, so that one is in memory at a time."""
     from capture_proxy import export
 
