@@ -106,10 +106,43 @@ def filesystem_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the whole new one, also after a kill."""
+    """Readers see the old file or the whole new one, also after a kill or a power cut; it is on the disk on return."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """It is on the disk on return; a power cut before that leaves a part of it, without the newline."""
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, are on the disk on return. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Everything below `folder` is on the disk on return; its own name is its parent's business. Raises OSError."""
+    for path, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            if not os.path.islink(os.path.join(path, name)):  # what it leads to is somebody else's
+                sync(Path(path, name))
+        sync(Path(path))
 
 
 def _differences(old: Any, new: Any, at: str = "") -> list[str]:

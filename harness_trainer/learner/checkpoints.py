@@ -1,26 +1,28 @@
 """What our part of a checkpoint holds, and which checkpoint of a folder a run may continue from.
 
 A checkpoint is Transformers' folder `checkpoint-<step>` (model, optimizer, scheduler, random state, trainer state) plus
-`harness_state.json` (policy version, groups, position in the tasks). The trainer state is written last, so a folder
-without a readable one was cut off. Groups that are not trained yet live in the run's store, which outlives a learner;
-`continuing` brings the two together. `train` and the learner process call this; nothing here imports torch.
+`harness_state.json` (policy version, groups, position in the tasks), the mark of completeness: it is written when all
+the rest is on the disk, so neither a kill nor a power cut leaves a folder that looks whole and is not; older ones are
+removed after that. Groups that are not trained yet live in the run's store, which outlives a learner; `continuing`
+brings the two together. `trl_compat` and the learner process call this; nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness_trainer.errors import TrainingFailed
-from harness_trainer.rundir import write_atomically
+from harness_trainer.rundir import sync, sync_tree, write_atomically
 
 STATE_NAME = "harness_state.json"
 _TRAINER_STATE = "trainer_state.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-# Written before the trainer state; a save that was killed lacks at least one of them or the trainer state itself.
+# Releases that wrote the mark first had the trainer state last: there a save that was killed lacks one of these.
 _PARTS = ("optimizer.pt", "scheduler.pt")
 _RANDOM_STATE = "rng_state*.pth"  # one per process
 # A whole model's, split or not, or an adapter's: weights and their description.
@@ -49,6 +51,29 @@ def write_state(checkpoint: Path, state: HarnessState) -> None:
     write_atomically(checkpoint / STATE_NAME, json.dumps(asdict(state), indent=1) + "\n")
 
 
+def begin(checkpoint: Path) -> None:
+    """Before anything is written to the folder: what an earlier life left there is no checkpoint from here on."""
+    mark = checkpoint / STATE_NAME
+    if mark.exists():
+        mark.unlink()
+        sync(checkpoint)
+
+
+def complete(checkpoint: Path, state: HarnessState, *, keep: int | None) -> None:
+    """All else of the checkpoint is written: put it on the disk, mark it, and remove all older ones but `keep` - 1.
+
+    `keep` None = none is removed. Raises OSError when the disk does not take it.
+    """
+    sync_tree(checkpoint)
+    sync(checkpoint.parent)
+    write_state(checkpoint, state)
+    if keep is not None:
+        older = sorted(path for path in _by_step(checkpoint.parent).items() if path[0] < state.step)
+        for _, path in older[: max(0, len(older) - (keep - 1))]:
+            begin(path)  # a half removed one is none
+            shutil.rmtree(path)
+
+
 def read_state(checkpoint: Path) -> HarnessState:
     """Raises TrainingFailed when the checkpoint is not complete."""
     state = _complete_state(checkpoint)
@@ -59,13 +84,17 @@ def read_state(checkpoint: Path) -> HarnessState:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step below `folder`; what was cut off while saving is passed over."""
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        match = _FOLDER.fullmatch(path.name)
-        state = _complete_state(path) if match else None
-        if match and state is not None and state.step == int(match[1]):
-            found.append((state.step, path))
-    return max(found)[1] if found else None
+    for step, path in sorted(_by_step(folder).items(), reverse=True):
+        state = _complete_state(path)
+        if state is not None and state.step == step:
+            return path
+    return None
+
+
+def _by_step(folder: Path) -> dict[int, Path]:
+    """Folders that are named like a checkpoint."""
+    named = ((_FOLDER.fullmatch(path.name), path) for path in folder.glob("checkpoint-*") if path.is_dir())
+    return {int(match[1]): path for match, path in named if match}
 
 
 def _complete_state(checkpoint: Path) -> HarnessState | None:

@@ -11,29 +11,30 @@ from __future__ import annotations
 
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.learner.checkpoints import HarnessState
+from harness_trainer.rollouts.lineage import BASE
 from harness_trainer.rollouts.store import RolloutStore
-
-ANNOUNCED = "announced_version"  # run-state key: the newest version that an engine may have sampled with
 
 
 def announce(store: RolloutStore, version: int) -> None:
     """Before `version` is sent: from here on no other weights may be called by that name, whatever happens."""
-    store.set_state(ANNOUNCED, str(version))
+    store.announce(version)
 
 
 def used_up(store: RolloutStore) -> int:
     """The highest version that any engine of this run may have reported; 0 = none."""
-    return max(store.policy_version(), int(store.state(ANNOUNCED) or 0))
+    return store.used_up()
 
 
 def settle(store: RolloutStore, state: HarnessState | None) -> None:
     """Make the store's trained groups those of the checkpoint (None = the run starts from its base model).
 
-    Groups of later steps wait to be trained again. Raises TrainingFailed when the store is older than the checkpoint:
+    Groups of later steps wait to be trained again, and the next version that is announced descends from the
+    checkpoint's, at no step from it. Raises TrainingFailed when the store is older than the checkpoint:
     its groups would be sampled and trained a second time.
     """
     store.rewind(0 if state is None else state.step)
     if state is None:
+        store.continue_from(BASE, 0)
         return
     if store.next_group_id() < state.next_group:
         raise TrainingFailed(
@@ -44,3 +45,4 @@ def settle(store: RolloutStore, state: HarnessState | None) -> None:
         waiting = [group_id for group_id in group_ids if store.fate(group_id)[0] != "trained"]
         if waiting:
             store.mark_trained(waiting, step)
+    store.continue_from(state.policy_version, state.step)

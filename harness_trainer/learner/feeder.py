@@ -12,7 +12,7 @@ import enum
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,11 @@ from harness_trainer.learner.step_batch import (
     build_step,
     has_signal,
     has_spread,
-    oldest_version,
     rewards_of,
+    row_age,
     trained_rows,
 )
+from harness_trainer.rollouts.lineage import Lineage
 
 
 class DropReason(enum.StrEnum):
@@ -37,7 +38,7 @@ class DropReason(enum.StrEnum):
     NO_SPREAD = "no_spread"  # all rewards equal: nothing to prefer
     NO_TRAINABLE_ROWS = "no_trainable_rows"  # no scored rollout has a token that may be trained
     OVER_TOKEN_BUDGET = "over_token_budget"  # one row alone exceeds the budget of a micro-batch
-    STALE = "stale"  # its oldest trained token was sampled more than `max_staleness` versions ago
+    STALE = "stale"  # its oldest trained token was sampled more than `max_staleness` optimizer steps away
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class FeederOptions:
 
     groups_per_step: int
     token_budget: int  # unique tokens of one micro-batch
-    max_staleness: int  # versions; 0 = only what the current policy sampled
+    max_staleness: int  # optimizer steps; 0 = only what the current policy sampled
     max_dropped_in_a_row: int = 256  # groups dropped since the last trained one before the run is given up
     poll_s: float = 1.0  # longest wait between two health checks
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -59,9 +60,11 @@ class GroupFeeder:
         self.source = source
         self.options = options
         self.version = 0  # the policy that the engine samples with
+        self._lineage = Lineage()
         self.wait_s = 0.0  # TRL reads and resets this once per step
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.while_waiting: Callable[[], None] = lambda: None  # called between two looks for a group
         self._dropped: Counter[str] = Counter()
         self._dropped_in_a_row: Counter[str] = Counter()
 
@@ -76,6 +79,7 @@ class GroupFeeder:
     def update_model_version(self, model_version: int) -> None:
         self.version = model_version
         self.source.policy_changed(model_version)
+        self._lineage = self.source.lineage()  # whatever is sampled from now on is by versions that it knows
 
     def check_health(self, stale_after_s: float = 0.0) -> None:
         """`stale_after_s` is TRL's; the source knows better how long a rollout may take."""
@@ -92,7 +96,7 @@ class GroupFeeder:
         started_at, waited_s = time.monotonic(), self.wait_s
         while True:
             groups = self._gather()
-            batch = build_step(groups, self.version, self.options.objective)
+            batch = build_step(groups, self._age, self.options.objective)
             if batch.has_signal:
                 break
             for group in groups:  # each differed from nothing in the step, which only a global baseline can show
@@ -118,6 +122,7 @@ class GroupFeeder:
     def _wait_for_group(self) -> TrainGroup:
         started = time.monotonic()
         while True:
+            self.while_waiting()
             # Before each wait, so that a source that died with groups still queued ends the run at once.
             self.source.check_health()
             group = self.source.next_group(self.options.poll_s)
@@ -137,9 +142,13 @@ class GroupFeeder:
             return DropReason.NO_TRAINABLE_ROWS
         if max(len(row.ids_N) for row in rows) > self.options.token_budget:
             return DropReason.OVER_TOKEN_BUDGET
-        if max(self.version - oldest_version(row) for row in rows) > self.options.max_staleness:
+        if max(row_age(row, self._age) for row in rows) > self.options.max_staleness:
             return DropReason.STALE
         return None
+
+    def _age(self, sampled: int) -> int:
+        """Optimizer steps between the policy `sampled` and the current one."""
+        return self._lineage.distance(sampled, self.version)
 
     def _drop(self, group: TrainGroup, reason: DropReason) -> None:
         self._dropped[reason] += 1

@@ -21,7 +21,7 @@ from harness_trainer.errors import ConfigError, SetupError
 from harness_trainer.learner.checkpoints import HarnessState, last_checkpoint, read_state
 from harness_trainer.learner.model_card import CardFacts, model_card, public
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rundir import RunDir, filesystem_errors
+from harness_trainer.rundir import RunDir, filesystem_errors, sync, sync_tree
 
 ENGINE_VERSION = "engine_version"  # run-state key: the vLLM that sampled
 _OF_CHECKPOINT = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
@@ -65,9 +65,11 @@ def write_final_model(
         else:
             _restore_settings(fresh, base_model)
         (fresh / "README.md").write_text(model_card(_facts(run, state, adapter)), encoding="utf-8")
+        sync_tree(fresh)  # its name says that it is whole
         if target.exists():
             target.rename(old)
         fresh.rename(target)
+        sync(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     return target
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from harness_trainer.learner.rows import Row
+from harness_trainer.rollouts.lineage import Lineage
 from harness_trainer.rollouts.types import RolloutResult
 
 
@@ -50,6 +51,10 @@ class GroupSource(Protocol):
 
     def policy_changed(self, version: int) -> None:
         """The engine now samples with policy `version`; it reports it as the string f"v{version}"."""
+        ...
+
+    def lineage(self) -> Lineage:
+        """How the policies of the run descend from each other, the current one included."""
         ...
 
     def position(self) -> tuple[int, dict[str, int]]:

@@ -109,9 +109,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("harness/<harness>/tools/<metric>", "as above", "likewise: `call_frequency`, `failure_frequency`"),
     ),
     "Off-policyness and queues": (
-        Metric("sample/staleness_mean", "versions", "a row's oldest trained token behind the policy, mean over rows"),
-        Metric("sample/staleness_max", "versions", "the most of them"),
-        Metric("sample/staleness_<n>_frac", "share", "of the rows, those that many versions behind (`over_7` = more)"),
+        Metric("sample/staleness_mean", "steps", "a row's oldest trained token to the policy, mean over rows"),
+        Metric("sample/staleness_max", "steps", "the most of them"),
+        Metric("sample/staleness_<n>_frac", "share", "of the rows, those that many steps away (`over_7` = more)"),
         Metric("sample/time_in_queue_s", "s", "from a group's hand-over to its step, mean over the step's groups"),
         Metric("queue/running_rollouts", "rollouts", "under way when the step was over"),
         Metric("queue/running_groups", "groups", "with rollouts still to come, at the same time"),

@@ -17,7 +17,7 @@ from harness_trainer.learner.rollout_metrics import mean, of_rollouts, per_harne
 from harness_trainer.learner.step_batch import StepBatch
 from harness_trainer.rollouts.types import Outcome
 
-MAX_STALENESS_SHOWN = 7  # versions that have a share of their own
+MAX_STALENESS_SHOWN = 7  # steps that have a share of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StepFacts:
     """What the metrics of a step are made of. None and absent = not known."""
 
     batch: StepBatch
-    max_staleness: int  # versions; the run's own limit
+    max_staleness: int  # optimizer steps; the run's own limit
     forwarded_tokens: int | None = None
     step_s: float | None = None
     outcomes: Mapping[str, int] = field(default_factory=dict)  # attempts of the step's groups, retried ones included

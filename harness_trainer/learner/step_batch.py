@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from harness_trainer.learner.group_source import TrainGroup
 from harness_trainer.learner.objective_config import ObjectiveConfig
 from harness_trainer.learner.rows import Row
 from harness_trainer.rollouts.types import Outcome, RolloutResult
+
+Age: TypeAlias = Callable[[int], int]  # optimizer steps between a policy version and the current one
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class StepBatch:
     groups: list[TrainGroup]
     samples: list[dict[str, Any]]
     rewards: list[float]  # of every scored rollout in the groups, one each
-    staleness: list[int]  # of every row: current version minus the oldest version that sampled a trained token
+    staleness: list[int]  # of every row: optimizer steps from the policy of its oldest trained token to the current one
     dropped: Counter[str] = field(default_factory=Counter)  # groups dropped since the step before, by reason
     named_rewards: dict[str, list[float]] = field(default_factory=dict)  # of the same rollouts, by the tests' names
     num_masked: int = 0  # rollouts left out of the loss because a limit had cut them
@@ -86,8 +88,8 @@ def _summed_up(results: list[RolloutResult]) -> dict[str, float | int | None]:
     }
 
 
-def build_step(groups: Sequence[TrainGroup], version: int, objective: ObjectiveConfig) -> StepBatch:
-    """The samples of these groups; each has at least two rewards. `version` is the policy that the engine has now."""
+def build_step(groups: Sequence[TrainGroup], age: Age, objective: ObjectiveConfig) -> StepBatch:
+    """The samples of these groups; each has at least two rewards. `age` is counted from the policy of now."""
     batch = StepBatch(list(groups), [], [], [])
     rewards = [rewards_of(group, objective) for group in groups]
     num_rollouts = 0
@@ -98,7 +100,7 @@ def build_step(groups: Sequence[TrainGroup], version: int, objective: ObjectiveC
             _count(result, batch)
             if outcome is not None and rows_of_it:
                 batch.samples += [_sample(row, outcome, turns, group.group_id, num_rollouts) for row in rows_of_it]
-                batch.staleness += [version - oldest_version(row) for row in rows_of_it]
+                batch.staleness += [row_age(row, age) for row in rows_of_it]
                 num_rollouts += 1
         batch.num_masked += sum(r.reward is not None and _is_masked(r, objective) for r in group.results)
     return batch
@@ -164,9 +166,9 @@ def turn_advantages_of(group: TrainGroup, objective: ObjectiveConfig) -> list[di
     ]
 
 
-def oldest_version(row: Row) -> int:
-    """The oldest policy that sampled a trained token of the row (which has at least one)."""
-    return min(version for version, trained in zip(row.versions_N, row.mask_N, strict=True) if trained)
+def row_age(row: Row, age: Age) -> int:
+    """Of the oldest trained token of the row (it has one at least); a turn that spans an update has two policies."""
+    return max(map(age, {version for version, trained in zip(row.versions_N, row.mask_N, strict=True) if trained}))
 
 
 def _is_masked(result: RolloutResult, objective: ObjectiveConfig) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.learner.group_source import TrainGroup
 from harness_trainer.learner.rows import rows_from_trace
+from harness_trainer.rollouts.lineage import Lineage
 from harness_trainer.rollouts.store import RolloutStore
 
 POLL_S = 0.1
@@ -20,6 +21,7 @@ class StoreGroupSource:
     `starved_after_s` bounds how long the learner may wait while no rollout starts or ends; `alive` says whether groups
     can still come (None = yes, else one line that says what died). While an evaluation is due or under way, every
     `evaluate_every` steps (None = never), no group is handed out: a step would change the policy that is evaluated.
+    `engine_number` says which engine has the policies that `policy_changed` tells of (None = there is only one).
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class StoreGroupSource:
         alive: Callable[[], str | None],
         starved_after_s: float,
         evaluate_every: int | None = None,
+        engine_number: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = RolloutStore(path)
         self._alive = alive
         self._starved_after_s = starved_after_s
         self._evaluate_every = evaluate_every
+        self._engine_number = engine_number
         self._clock = clock
         self._handed_out: set[int] = set()
         self._last_progress = clock()
@@ -70,7 +74,10 @@ class StoreGroupSource:
         self._store.mark_dropped(group_id, reason)
 
     def policy_changed(self, version: int) -> None:
-        self._store.publish(version)
+        self._store.publish(version, engine=self._engine_number())
+
+    def lineage(self) -> Lineage:
+        return self._store.lineage()
 
     def position(self) -> tuple[int, dict[str, int]]:
         return self._store.next_group_id(), self._store.group_counts()
@@ -81,7 +88,7 @@ class StoreGroupSource:
         if dead is not None:
             raise TrainingFailed(dead)
         counts = self._store.outcome_counts()
-        if counts != self._last_counts:
+        if counts != self._last_counts or self._is_engine_away():
             self._last_counts = counts
             self._progress()
         waited = self._clock() - self._last_progress
@@ -89,6 +96,10 @@ class StoreGroupSource:
             raise TrainingFailed(
                 f"no rollout started or finished for {waited:.0f} s: see logs/runner.log and logs/gateway.log"
             )
+
+    def _is_engine_away(self) -> bool:
+        """While it is started again nothing can start; whoever starts it bounds that."""
+        return self._engine_number() is not None and self._store.versions().engine == 0
 
     def _progress(self) -> None:
         self._last_progress = self._clock()

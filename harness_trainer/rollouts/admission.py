@@ -1,24 +1,24 @@
-"""May another group be opened now, and is a running one too old? Arithmetic on policy versions; owns no state.
+"""May another group be opened now, and is a running one too old? Arithmetic on optimizer steps; owns no state.
 
-The learner takes whole steps of `groups_per_step` groups, oldest first, and every step makes a new version. So a group
-with n others before it is consumed when the engine has version `step + n // groups_per_step`, and its oldest token is
-of the engine's version now. Used by `runner`.
+The learner takes whole steps of `groups_per_step` groups, oldest first. So a group with n others before it is consumed
+by weights that are `n // groups_per_step` steps further than the learner's are now, and its oldest token is of the
+engine's version now. How far two versions are apart is `lineage`'s business. Used by `runner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from harness_trainer.rollouts.policy_config import Schedule
 from harness_trainer.rollouts.policy_records import Versions
 
 
 def staleness_ahead(versions: Versions, num_before: int, groups_per_step: int) -> int:
-    """Versions that a group opened now will lag behind when it is consumed.
+    """Steps that a group opened now will lag behind when it is consumed.
 
     Example: with groups of two per step, three groups before it and no step under way, staleness 1.
     """
-    return versions.step + num_before // groups_per_step - versions.engine
+    return versions.age(versions.engine) + num_before // groups_per_step
 
 
 def may_open(schedule: Schedule, versions: Versions, counts: Mapping[str, int]) -> bool:
@@ -33,11 +33,11 @@ def may_open(schedule: Schedule, versions: Versions, counts: Mapping[str, int]) 
     return staleness_ahead(versions, before, schedule.groups_per_step) <= schedule.max_staleness
 
 
-def is_too_old(schedule: Schedule, versions: Versions, sampled_since: int | None) -> bool:
-    """Whether every later step finds a group too old. `sampled_since`: its oldest token's policy; None = no token."""
-    if schedule.max_staleness is None or sampled_since is None:
+def is_too_old(schedule: Schedule, versions: Versions, sampled: Iterable[int]) -> bool:
+    """Whether every later step finds a group too old. `sampled`: the policies of its tokens; empty = it has none."""
+    if schedule.max_staleness is None:
         return False
-    return versions.step - sampled_since > schedule.max_staleness
+    return max(map(versions.age, sampled), default=0) > schedule.max_staleness
 
 
 def num_open(counts: Mapping[str, int]) -> int:

@@ -96,6 +96,11 @@ def proportion_interval(passes: Sequence[float], num_rollouts: int) -> tuple[flo
     share, num_tasks = statistics.fmean(passes), len(passes)
     variance = statistics.variance(passes) / num_tasks if num_tasks > 1 else 0.0
     size = min(max(1.0, share * (1 - share) / variance), num_rollouts) if variance else float(num_tasks)
+    return wilson(share, size)
+
+
+def wilson(share: float, size: float) -> tuple[float, float]:
+    """95 %, of a share that was found among `size` independent trials."""
     middle = share + _Z**2 / (2 * size)
     half = _Z * math.sqrt(share * (1 - share) / size + _Z**2 / (4 * size**2))
     scale = 1 + _Z**2 / size
@@ -103,7 +108,10 @@ def proportion_interval(passes: Sequence[float], num_rollouts: int) -> tuple[flo
 
 
 class Evaluator:
-    """Runs what is due, until it is cancelled. `last_step`: the run's, whose policy is always evaluated."""
+    """Runs what is due, until it is cancelled. `groups`: task and agent of each, by name.
+
+    `last_step`: the run's, whose policy is always evaluated.
+    """
 
     def __init__(
         self,
@@ -111,7 +119,7 @@ class Evaluator:
         tasks: Sequence[Task],
         store: RolloutStore,
         slots: Slots,
-        harness_of: HarnessOf,
+        groups: Sequence[tuple[str, str]],
         *,
         last_step: int,
     ) -> None:
@@ -119,7 +127,7 @@ class Evaluator:
         self._tasks = {task.name: task for task in tasks}
         self._store = store
         self._slots = slots
-        self._harness_of = harness_of
+        self._groups = groups
         self._last_step = last_step
 
     async def due(self) -> int | None:
@@ -136,17 +144,16 @@ class Evaluator:
 
     async def _evaluate(self, step: int) -> None:
         log.info("evaluating the policy after step %d on %d tasks", step, len(self._tasks))
-        agents = [(task.name, self._harness_of(n, task)) for n, task in enumerate(self._tasks.values())]
-        await asyncio.to_thread(self._store.start_evaluation, step, agents)
+        await asyncio.to_thread(self._store.start_evaluation, step, self._groups)
         groups = await asyncio.to_thread(self._store.evaluation_groups, step)
         async with asyncio.TaskGroup() as running:
             for group_id, task, harness, over in groups:
                 if not over:
                     running.create_task(self._run_group(group_id, task, harness))
-        rewards = {
-            task: [result.reward for result in await asyncio.to_thread(self._store.results, group_id)]
-            for group_id, task, *_ in groups
-        }
+        rewards: dict[str, list[float | None]] = {}
+        for group_id, task, *_ in groups:
+            results = await asyncio.to_thread(self._store.results, group_id)
+            rewards.setdefault(task, []).extend(result.reward for result in results)
         report = summarise(rewards, self._config.pass_reward)
         line = f"evaluation after step {step}: {report.line}"
         await asyncio.to_thread(self._store.finish_evaluation, step, asdict(report), line)

@@ -42,7 +42,7 @@ class Group:
     size: int
     results: dict[int, RolloutResult] = field(default_factory=dict)  # by slot: what stands for it, without its trace
     sampling_since: dict[str, int] = field(default_factory=dict)  # rollout at work -> policy version when it began
-    oldest_kept: int | None = None  # the oldest policy that sampled a trained token of `results`
+    kept: set[int] = field(default_factory=set)  # the policies that sampled trained tokens of `results`
     num_setup_failed: int = 0
     got_sandbox: bool = False
     reason: str = ""  # of the first set-up failure
@@ -60,8 +60,7 @@ class Group:
         """The result that stands for the slot."""
         self.results[slot] = replace(result, trace=None)
         if result.reward is not None and result.trace is not None:
-            known = [v for v in (self.oldest_kept, oldest_sampled(result.trace)) if v is not None]
-            self.oldest_kept = min(known, default=None)
+            self.kept |= sampled_versions(result.trace)
 
     def is_hopeless(self, setup_tries: int) -> bool:
         return self.num_setup_failed >= setup_tries and not self.got_sandbox
@@ -105,19 +104,17 @@ class Group:
         needed = self._wanted if config.min_group is None else config.min_group
         return Unfit.TOO_FEW_SCORED if self.num_scored < max(2, needed) else None
 
-    def oldest_version(self) -> int | None:
-        """Of the oldest policy that may have sampled a trained token of it; None = nothing was sampled yet."""
-        kept = [] if self.oldest_kept is None else [self.oldest_kept]
-        return min([*kept, *self.sampling_since.values()], default=None)
+    def sampled_by(self) -> set[int]:
+        """The policies of its trained tokens, of a rollout at work the one that it began with; empty = no token yet."""
+        return self.kept.union(self.sampling_since.values())
 
 
-def oldest_sampled(trace: dict[str, Any]) -> int | None:
-    """The oldest policy version among the turns of a row trace that are trained; None = it names none."""
-    found = [
+def sampled_versions(trace: dict[str, Any]) -> set[int]:
+    """The policy versions of the turns of a row trace that are trained."""
+    return {
         int(match[1])
         for turn in trace.get("turns", [])
         if any(turn["loss_mask"])
         for span in turn.get("metadata", {}).get("policy_versions", [])
         if (match := _VERSION.fullmatch(span["version"]))
-    ]
-    return min(found, default=None)
+    }

@@ -55,7 +55,7 @@ class Schedule(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     max_open_groups: int = Field(ge=1)  # groups that may be running or waiting for the learner at once
-    num_groups: int = Field(ge=1)  # groups that the whole run trains; dropped ones are replaced
+    num_groups: int = Field(ge=0)  # groups that the whole run trains; dropped ones are replaced; 0 = it only evaluates
     groups_per_step: int = Field(1, ge=1)
-    max_staleness: int | None = Field(None, ge=0)  # versions; None = a group never gets too old
+    max_staleness: int | None = Field(None, ge=0)  # optimizer steps; None = a group never gets too old
     max_dropped_in_a_row: int = Field(256, ge=1)  # groups that the runner drops since the last whole one

@@ -9,20 +9,38 @@ import json
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from harness_trainer.errors import TrainingFailed
+from harness_trainer.rollouts.lineage import BASE, Lineage, PolicyVersion
 from harness_trainer.rollouts.store_file import StoreFile, get_state, put_state
 
-_POLICY, _STEP, _ENGINE = "policy_version", "step_version", "engine_has_policy"
+# Keys of the run state: what the engine was given last, and whether it has it; where the learner is in the tree of
+# versions (the newest that was announced, or the checkpoint's), and how many steps it has taken from there.
+_POLICY, _ENGINE, _LEARNER, _AHEAD = "policy_version", "engine_has_policy", "learner_version", "steps_ahead"
+_ANNOUNCED = "announced_version"  # the newest number that is used up
+_ENGINE_NUMBER = "engine_number"  # how many engines of the run were given up so far
 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Example: Versions(engine=3, step=4): the optimizer has taken a step, its weights are on their way."""
+    """Example: Versions(engine=3, learner=3, ahead=1): the optimizer has taken a step, its weights are on their way."""
 
     engine: int  # what the engine samples with; 0 = nothing of this run yet
-    step: int  # what the engine will have when the learner takes its next step: staleness counts from it
+    learner: int  # the version that the learner's weights were last named by
+    ahead: int = 0  # optimizer steps that these weights are further than `learner`: 0, or 1 until the next is named
+    lineage: Lineage = field(default_factory=Lineage, compare=False, repr=False)
+
+    def age(self, sampled: int) -> int:
+        """Optimizer steps between the policy `sampled` and the one that the learner's next step starts from."""
+        return self.lineage.distance(sampled, self.learner) + self.ahead
+
+    @property
+    def next_sampled(self) -> int:
+        """The oldest policy that may sample a token from now on: an engine that has none gets the learner's again."""
+        return self.engine or self.learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,11 @@ class Note:
 class PolicyRecords(StoreFile):
     """See `RolloutStore`."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._lineage = Lineage()
+        self._newest_read = BASE
+
     # -- versions ------------------------------------------------------------------------------------------------
 
     def policy_version(self) -> int:
@@ -45,22 +68,74 @@ class PolicyRecords(StoreFile):
         return int(self.state(_POLICY) or 0)
 
     def versions(self) -> Versions:
-        found = dict(self._read("SELECT key, value FROM run_state WHERE key IN (?, ?, ?)", _POLICY, _STEP, _ENGINE))
-        policy, step = int(found.get(_POLICY, 0)), int(found.get(_STEP, 0))
-        return Versions(0 if found.get(_ENGINE) == "0" else policy, max(step, policy))
+        keys = (_POLICY, _ENGINE, _LEARNER, _AHEAD)
+        found = dict(self._read("SELECT key, value FROM run_state WHERE key IN (?, ?, ?, ?)", *keys))
+        policy = int(found.get(_POLICY, 0))
+        engine = 0 if found.get(_ENGINE) == "0" else policy
+        learner, ahead = int(found.get(_LEARNER, policy)), int(found.get(_AHEAD, 0))
+        return Versions(engine, learner, ahead, self.lineage())
 
-    def publish(self, version: int) -> None:
-        """The engine samples with `version` from now on."""
+    def lineage(self) -> Lineage:
+        """All versions of the run so far. One of schema 3 or older knows those from its continuation on."""
+        # A row never changes, and is written before anybody can sample with the version: only new ones are read.
+        rows = self._read("SELECT version, step, parent FROM policy_versions WHERE version > ?", self._newest_read)
+        for row in rows:
+            self._lineage.add(PolicyVersion(*row))
+            self._newest_read = max(self._newest_read, row[0])
+        return self._lineage
+
+    def continue_from(self, version: int, step: int) -> None:
+        """The learner has the weights of `version`, after `step` optimizer steps; 0 and 0 = those of the base model."""
+        with self._write() as db:
+            if version > BASE:  # a checkpoint of a run that kept no tree: nobody knows what it descends from
+                db.execute("INSERT OR IGNORE INTO policy_versions VALUES (?, ?, NULL)", (version, step))
+            put_state(db, _LEARNER, str(version))
+            put_state(db, _AHEAD, "0")
+
+    def announce(self, version: int) -> None:
+        """The learner's weights are called `version` from here on, before an engine can sample with them.
+
+        Naming the same weights again by the same number changes nothing. Raises TrainingFailed for other weights.
+        """
+        with self._write() as db:
+            parent, ahead = int(get_state(db, _LEARNER) or BASE), int(get_state(db, _AHEAD) or 0)
+            if version == parent and not ahead:
+                return
+            if version <= parent or _step_of(db, version) is not None:
+                raise TrainingFailed(f"policy version v{version} is used up: other weights of this run had that name")
+            from_step = _step_of(db, parent)
+            step = _steps_taken(db) if from_step is None else from_step + ahead
+            db.execute("INSERT INTO policy_versions VALUES (?, ?, ?)", (version, step, parent))
+            put_state(db, _LEARNER, str(version))
+            put_state(db, _AHEAD, "0")
+            put_state(db, _ANNOUNCED, str(version))
+
+    def used_up(self) -> int:
+        """The highest version that any engine of this run may have reported; 0 = none."""
+        return max(self.policy_version(), int(self.state(_ANNOUNCED) or 0))
+
+    def publish(self, version: int, *, engine: int | None = None) -> None:
+        """The engine samples with `version` from now on.
+
+        `engine` is the number of the one that was sent it; where that has died meanwhile, the next one has nothing yet.
+        None = there is only one.
+        """
         with self._write() as db:
             put_state(db, _POLICY, str(version))
-            put_state(db, _STEP, str(version))
-            put_state(db, _ENGINE, "1")
+            if engine in (None, int(get_state(db, _ENGINE_NUMBER) or 0)):
+                put_state(db, _ENGINE, "1")
+            put_state(db, _LEARNER, str(version))
+            put_state(db, _AHEAD, "0")
 
     def forget_engine(self) -> None:
         """A new engine is started: it has none of the run's policies until the learner publishes the next version."""
         with self._write() as db:
             put_state(db, _ENGINE, "0")
-            step_taken(db)
+            put_state(db, _ENGINE_NUMBER, str(int(get_state(db, _ENGINE_NUMBER) or 0) + 1))
+
+    def engine_number(self) -> int:
+        """Which engine of the run is the present one, or the next if there is none: they are counted."""
+        return int(self.state(_ENGINE_NUMBER) or 0)
 
     # -- tasks ---------------------------------------------------------------------------------------------------
 
@@ -110,9 +185,7 @@ class PolicyRecords(StoreFile):
     # -- evaluations ---------------------------------------------------------------------------------------------
 
     def steps_taken(self) -> int:
-        return int(
-            self._read("SELECT COALESCE(MAX(trained_step), 0) FROM rollout_groups WHERE state = 'trained'")[0][0]
-        )
+        return int(self._read(_STEPS_TAKEN)[0][0])
 
     def due_evaluation(self, every: int, last_step: int | None = None) -> int | None:
         """The step after which the engine's policy is to be evaluated now, also one under way; None = nothing is due.
@@ -120,7 +193,8 @@ class PolicyRecords(StoreFile):
         Due are the policy of the start, of every `every` steps, and that of `last_step`, if given.
         """
         versions, step = self.versions(), self.steps_taken()
-        if versions.engine == 0 or versions.engine != versions.step or (step % every and step != last_step):
+        has_it = versions.engine != 0 and versions.engine == versions.learner and versions.ahead == 0
+        if not has_it or (step % every and step != last_step):
             return None
         done = self._read("SELECT 1 FROM evaluations WHERE step = ? AND finished_at IS NOT NULL", step)
         return None if done else step
@@ -180,9 +254,32 @@ class PolicyRecords(StoreFile):
         return [Note(seq, at, kind, json.loads(detail)) for seq, at, kind, detail in rows]
 
 
+def engine_at(db: sqlite3.Connection) -> int | None:
+    """The number of the run's present engine, if it has one of the run's policies; None = nothing may be sampled."""
+    sql = "SELECT key, value FROM run_state WHERE key IN (?, ?, ?)"
+    found = dict(db.execute(sql, (_POLICY, _ENGINE, _ENGINE_NUMBER)).fetchall())
+    has_policy = found.get(_ENGINE) != "0" and int(found.get(_POLICY, 0)) > 0
+    return int(found.get(_ENGINE_NUMBER, 0)) if has_policy else None
+
+
 def step_taken(db: sqlite3.Connection) -> None:
-    """Inside a transaction: the learner's next step will find a version newer than the published one."""
-    put_state(db, _STEP, str(int(get_state(db, _POLICY) or 0) + 1))
+    """Inside a transaction: the learner's weights are a step further than their last name says."""
+    put_state(db, _AHEAD, "1")
+
+
+_STEPS_TAKEN = "SELECT COALESCE(MAX(trained_step), 0) FROM rollout_groups WHERE state = 'trained'"
+
+
+def _step_of(db: sqlite3.Connection, version: int) -> int | None:
+    """None = the version is not in the tree."""
+    if version == BASE:
+        return 0
+    found = db.execute("SELECT step FROM policy_versions WHERE version = ?", (version,)).fetchone()
+    return None if found is None else int(found[0])
+
+
+def _steps_taken(db: sqlite3.Connection) -> int:
+    return int(db.execute(_STEPS_TAKEN).fetchone()[0])
 
 
 def forget_evaluations(db: sqlite3.Connection, after_step: int) -> None:

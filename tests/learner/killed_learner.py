@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.trainer as transformers_trainer
 from transformers import TrainerState
 
 from harness_trainer.learner import __main__ as learner
-from harness_trainer.learner import trl_compat
+from harness_trainer.learner import checkpoints, trl_compat
 from harness_trainer.learner.weight_transfer import ShmWeightTransfer
 from harness_trainer.rollouts.store import RolloutStore
 
@@ -29,16 +28,19 @@ WATCHED: list[tuple[Any, str]] = [
     (RolloutStore, "set_state"),
     (RolloutStore, "mark_trained"),
     (RolloutStore, "rewind"),
+    (RolloutStore, "continue_from"),
+    (RolloutStore, "announce"),
+    (RolloutStore, "publish"),
     (ShmWeightTransfer, "send_weights"),
     (ShmWeightTransfer, "resume"),
     (learner, "_forget_steps_after"),
     (learner, "_rollout_facts"),  # asked right before the step's line is written
-    (trl_compat, "write_state"),
     (trl_compat.HarnessGRPOTrainer, "save_model"),
     (trl_compat.HarnessGRPOTrainer, "_save_optimizer_and_scheduler"),
     (trl_compat.HarnessGRPOTrainer, "_save_rng_state"),
     (TrainerState, "save_to_json"),
-    (transformers_trainer, "rotate_checkpoints"),
+    (checkpoints, "begin"),  # also before an older one is removed
+    (checkpoints, "write_state"),
 ]
 
 

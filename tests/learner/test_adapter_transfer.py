@@ -106,6 +106,22 @@ def test_an_old_adapter_goes_when_no_call_uses_it_and_its_files_one_version_late
     assert not transfer.folder_of(1).exists() and transfer.folder_of(2).is_dir()
 
 
+def test_an_engine_that_was_started_again_gets_the_newest_adapter_again_by_its_name(
+    engine: AdapterEngine, transfer: AdapterTransfer
+) -> None:
+    publish(transfer, 1)
+    publish(transfer, 2)
+    engine.adapters.clear()
+    engine.weights.clear()
+    transfer.init_weight_transfer()
+    transfer.next_version(2)
+    transfer.publish(2)
+    assert list(engine.adapters) == ["v2"], "no call can ask for an older one"
+    assert engine.weights["v2"]["a"][0] == 2
+    publish(transfer, 3)
+    assert list(engine.adapters) == ["v2", "v3"]
+
+
 @pytest.mark.parametrize(
     ("path", "fault", "text"),
     [

@@ -71,3 +71,49 @@ def test_lines_of_steps_that_come_again_go_and_so_does_a_line_that_was_cut_off(t
     metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "lo')
     _forget_steps_after(metrics, 2)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2]
+
+
+def test_what_is_announced_after_a_resume_descends_from_the_checkpoint_at_no_step(store: RolloutStore) -> None:
+    settle(store, None)
+    for step, version in ((0, 1), (1, 2), (2, 3), (3, 4)):
+        if step:
+            store.mark_trained([step], step)
+        announce(store, version)
+        store.publish(version)
+    settle(store, HarnessState(1, 2, {1: [1]}))
+    announce(store, 5)
+    lineage = store.lineage()
+    assert [lineage.distance(version, 5) for version in (1, 2, 3, 4)] == [1, 0, 1, 2]
+    settle(store, None)
+    announce(store, 6)
+    assert [store.lineage().distance(version, 6) for version in (1, 2, 4, 5)] == [0, 1, 3, 1]
+
+
+def test_killed_between_a_step_and_its_name_or_between_the_name_and_the_engine(store: RolloutStore) -> None:
+    settle(store, None)
+    announce(store, 1)
+    store.publish(1)
+    store.mark_trained([3], 1)
+    settle(store, None)  # killed before the step's weights had a name: the step is taken back
+    announce(store, 2)
+    assert store.lineage().distance(1, 2) == 0
+    store.mark_trained([3], 1)
+    announce(store, 3)
+    settle(store, None)  # killed before the engine had them, or after it: nobody knows
+    announce(store, 4)
+    assert [store.lineage().distance(version, 4) for version in (1, 2, 3)] == [0, 0, 1]
+
+
+def test_a_run_of_an_older_release_goes_on_by_numbers_before_its_checkpoint(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "old.sqlite")
+    for key, value in (("policy_version", "7"), ("announced_version", "8"), ("rollout_schema", "3")):
+        store.set_state(key, value)
+    with store._write() as db:
+        db.execute("DROP TABLE policy_versions")
+    store.close()
+    store = RolloutStore(tmp_path / "old.sqlite")
+    settle(store, HarnessState(5, 6))
+    assert used_up(store) == 8
+    announce(store, 9)
+    assert [store.lineage().distance(version, 9) for version in (5, 6, 7, 8)] == [4, 0, 2, 1]
+    store.close()

@@ -10,6 +10,7 @@ from harness_trainer.learner.feeder import FeederOptions, GroupFeeder
 from harness_trainer.learner.group_source import TrainGroup
 from harness_trainer.learner.objective_config import ObjectiveConfig
 from harness_trainer.learner.rows import Row
+from harness_trainer.rollouts.lineage import Lineage, PolicyVersion
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 
@@ -22,12 +23,16 @@ class Source:
         self.trained = []
         self.versions = []
         self.empty_polls = 0
+        self.tree = Lineage()
 
     def start(self): ...
     def stop(self): ...
 
     def next_group(self, timeout_s):
         return self.groups.popleft() if self.groups else None
+
+    def lineage(self):
+        return self.tree
 
     def on_trained(self, group_ids, step):
         self.trained.append((list(group_ids), step))
@@ -115,6 +120,31 @@ def test_staleness_is_taken_from_the_oldest_trained_token():
     fed.update_model_version(5)
     assert fed.next_step().staleness == [2, 0]
     assert source.versions == [1, 5]
+
+
+@pytest.mark.parametrize(("sampled", "age"), [(2, 0), (5, 0), (1, 1), (3, 1), (4, 2)])
+def test_after_a_resume_age_is_counted_in_steps_and_not_in_numbers(sampled, age):
+    """v1 to v4 are steps 0 to 3; the learner died and went on from v2, whose weights v5 are."""
+    for limit in (0, 1, 2):
+        source = Source(group(0, [1, 0], rows=[[row(version=sampled)], [row(version=5)]]), group(1, [1, 0]))
+        source.groups[1].rows = [[row(version=5)], [row(version=5)]]
+        source.tree = Lineage([PolicyVersion(n, n - 1, n - 1) for n in range(1, 5)] + [PolicyVersion(5, 1, 2)])
+        fed = feeder(source, max_staleness=limit)
+        fed.update_model_version(5)
+        batch = fed.next_step()
+        assert (batch.group_ids, batch.staleness) == (([0], [age, 0]) if age <= limit else ([1], [0, 0]))
+        assert source.dropped == ([] if age <= limit else [(0, "stale")])
+
+
+def test_a_row_that_spans_an_update_is_as_old_as_its_most_distant_token():
+    spanning = row(version=5)
+    spanning.versions_N[-1] = 4  # from the branch that died
+    spanning.versions_N[0] = 99  # not trained: no token of it counts
+    source = Source(group(0, [1, 0], rows=[[spanning], [row(version=5)]]))
+    source.tree = Lineage([PolicyVersion(n, n - 1, n - 1) for n in range(1, 5)] + [PolicyVersion(5, 1, 2)])
+    fed = feeder(source)
+    fed.update_model_version(5)
+    assert fed.next_step().staleness == [2, 0]
 
 
 def test_only_stale_groups_end_the_run_with_the_reason_instead_of_waiting_for_ever():

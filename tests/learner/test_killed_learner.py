@@ -38,15 +38,28 @@ class RecordingEngine(StubEngine):
     def _behave(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         answer = super()._behave(path, body)
         if path == "finish_weight_update" and body.get("weight_version"):
-            data = b"".join(tensor.numpy().tobytes() for _, tensor in sorted(self.loaded.items()))
-            self.published[body["weight_version"]].add(hashlib.sha256(data).hexdigest())
+            self.published[body["weight_version"]].add(self.digest())
         return answer
+
+    def digest(self) -> str:
+        """Of the weights that it holds."""
+        data = b"".join(tensor.numpy().tobytes() for _, tensor in sorted(self.loaded.items()))
+        return hashlib.sha256(data).hexdigest()
 
 
 class Learner:
     """Runs the learner of one run folder, as often as wanted."""
 
-    def __init__(self, folder: Path, model: Path, engine: StubEngine, forks: subprocess.Popen[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        engine: StubEngine,
+        forks: subprocess.Popen[str],
+        *,
+        num_groups: int = NUM_GROUPS,
+        max_staleness: int = 2,
+    ) -> None:
         self.store_path, self.metrics = folder / "store.sqlite", folder / "metrics.jsonl"
         self.checkpoints, self._spec, self._trace = folder / "checkpoints", folder / "spec.json", folder / "trace"
         self._forks = forks
@@ -54,7 +67,7 @@ class Learner:
             path.mkdir(parents=True)
         (folder / "engine_url").write_text(engine.url)
         config = LearnerConfig(
-            max_steps=NUM_STEPS, groups_per_step=1, token_budget=64, max_staleness=1000, save_steps=1,
+            max_steps=NUM_STEPS, groups_per_step=1, token_budget=64, max_staleness=max_staleness, save_steps=1,
             save_total_limit=1, learning_rate=0.01, device="cpu",
         )  # fmt: skip
         spec = LearnerSpec(
@@ -64,10 +77,10 @@ class Learner:
         )  # fmt: skip
         self._spec.write_text(spec.model_dump_json())
         self.store = RolloutStore(self.store_path)
-        for group_id in range(NUM_GROUPS):
+        for group_id in range(num_groups):
             self._finish_group(group_id)
 
-    def _finish_group(self, group_id: int) -> None:
+    def _finish_group(self, group_id: int, version: int = 1) -> None:
         self.store.open_group(group_id, "task", "h")
         for slot in range(2):
             rollout_id = f"g{group_id}-{slot}"
@@ -80,7 +93,7 @@ class Learner:
                 "loss_mask": [0, 0, 0, 1, 1],
                 "request": {},
                 "response": {},
-                "metadata": {"policy_versions": [{"version": "v1", "start": 0, "end": 2}]},
+                "metadata": {"policy_versions": [{"version": f"v{version}", "start": 0, "end": 2}]},
             }
             trace = {"schema_version": 1, "turns": [turn]}
             assert len(rows_from_trace(trace).rows) == 1
@@ -112,17 +125,18 @@ def forks() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
+MakeLearner = Callable[..., tuple[Learner, RecordingEngine]]
+
+
 @pytest.fixture
-def make_learner(
-    tmp_path: Path, tiny_model: Path, forks: subprocess.Popen[str]
-) -> Iterator[Callable[[str], tuple[Learner, RecordingEngine]]]:
+def make_learner(tmp_path: Path, tiny_model: Path, forks: subprocess.Popen[str]) -> Iterator[MakeLearner]:
     made: list[tuple[Learner, Any]] = []
 
-    def make(name: str) -> tuple[Learner, RecordingEngine]:
+    def make(name: str, **settings: int) -> tuple[Learner, RecordingEngine]:
         engine = RecordingEngine()
         serving_engine = serving(engine)
         serving_engine.__enter__()
-        learner = Learner(tmp_path / name, tiny_model, engine, forks)
+        learner = Learner(tmp_path / name, tiny_model, engine, forks, **settings)
         made.append((learner, serving_engine))
         return learner, engine
 
@@ -148,7 +162,7 @@ def check(learner: Learner, engine: RecordingEngine, where: str) -> None:
 
 
 def test_killed_between_any_two_writes_it_continues_without_training_a_group_twice_or_losing_one(
-    make_learner: Callable[[str], tuple[Learner, RecordingEngine]],
+    make_learner: MakeLearner,
 ) -> None:
     learner, engine = make_learner("whole")
     code, events = learner.run()
@@ -158,7 +172,7 @@ def test_killed_between_any_two_writes_it_continues_without_training_a_group_twi
     marks = [index for index, event in enumerate(events) if event == "before mark_trained"]
     first_sync = events.index("after resume")
     points = [*range(first_sync + 2), *range(marks[1], marks[2])]
-    assert {"after save_to_json", "before rotate_checkpoints", "after send_weights"} <= {events[i] for i in points}
+    assert {"after save_to_json", "after write_state", "after send_weights"} <= {events[i] for i in points}
     for point in points:
         where = f"killed {events[point]} (event {point})"
         learner, engine = make_learner(f"killed-{point}")
@@ -170,7 +184,7 @@ def test_killed_between_any_two_writes_it_continues_without_training_a_group_twi
 
 
 def test_a_store_older_than_its_checkpoint_is_refused(
-    make_learner: Callable[[str], tuple[Learner, RecordingEngine]],
+    make_learner: MakeLearner,
 ) -> None:
     learner, _ = make_learner("run")
     assert learner.run()[0] == 0
@@ -184,7 +198,7 @@ def test_a_store_older_than_its_checkpoint_is_refused(
 
 
 def test_groups_that_a_restored_store_does_not_know_as_trained_are_not_trained_again(
-    make_learner: Callable[[str], tuple[Learner, RecordingEngine]],
+    make_learner: MakeLearner,
 ) -> None:
     learner, engine = make_learner("run")
     assert learner.run()[0] == 0
@@ -192,3 +206,33 @@ def test_groups_that_a_restored_store_does_not_know_as_trained_are_not_trained_a
         db.execute("UPDATE rollout_groups SET state = 'ready', trained_step = NULL WHERE group_id = 1")
     assert learner.run()[0] == 0
     check(learner, engine, "restored")
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_after_a_resume_what_the_same_weights_sampled_is_fresh_and_a_dead_branch_is_as_far_as_it_is(
+    make_learner: MakeLearner, max_staleness: int
+) -> None:
+    """Killed while the checkpoint of step 2 is written: v3 was published, and the run goes on from v2's weights."""
+    events = make_learner("whole")[0].run()[1]
+    second_save = [index for index, event in enumerate(events) if event == "before save_model"][1]
+    learner, engine = make_learner("run", num_groups=0, max_staleness=max_staleness)
+    learner._finish_group(0, version=1)
+    learner._finish_group(1, version=2)
+    code, events = learner.run(kill_at=second_save)
+    assert code == -9 and events[-1] == "before save_model" and engine.version == "v3"
+    learner._finish_group(2, version=3)  # sampled by weights that nobody has any more
+    learner._finish_group(3, version=2)  # by those that the run goes on from, under their old name
+    learner._finish_group(4, version=4)  # and under the new one
+    learner._finish_group(5, version=5)
+    assert learner.run()[0] == 0
+    lineage = learner.store.lineage()
+    assert engine.published["v2"] == engine.published["v4"] != engine.published["v3"]
+    assert [lineage.distance(sampled, 4) for sampled in (1, 2, 3, 4)] == [1, 0, 1, 0]
+    lines = [json.loads(line) for line in learner.metrics.read_text().splitlines()]
+    assert [line["policy_version"] for line in lines] == [2, 5, 6]
+    # Step 2 is taken by v4's weights with group 1, of v2. Step 3 by v5's: group 2 is two steps from them, 3 one.
+    if max_staleness == 0:
+        assert learner.store.fate(3) == ("dropped", "stale") and learner.trained() == {1: [0], 2: [1], 3: [5]}
+    else:
+        assert learner.store.fate(3) == ("trained", None) and learner.trained() == {1: [0], 2: [1], 3: [3]}
+    assert learner.store.fate(2) == ("dropped", "stale")

@@ -130,7 +130,15 @@ def test_an_engine_that_a_dead_trainer_left_is_taken_over(engine: StubEngine, tr
     engine.paused = engine.active = True
     transfer.init_weight_transfer()
     assert not engine.paused and not engine.active
+    assert engine.version == "unfinished-partial", "it may hold anything: what it samples meanwhile is not trained on"
     sync(transfer, 4)
+    assert engine.version == "v4"
+
+
+def test_an_engine_that_runs_keeps_the_name_of_its_weights(engine: StubEngine, transfer: NcclWeightTransfer) -> None:
+    engine.version = "v3"
+    transfer.init_weight_transfer()
+    assert engine.version == "v3"
 
 
 @pytest.mark.parametrize(

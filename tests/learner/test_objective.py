@@ -150,7 +150,7 @@ def sampled(dense, config):
             rows.append([row])
         groups.append(TrainGroup(g, "task", results, rows))
     usable = [group for group in groups if sum(r.reward is not None for r in group.results) >= 2]
-    batch = build_step(usable, 1, config)
+    batch = build_step(usable, lambda version: 0, config)
     for sample in batch.samples:
         sample["key"] = int(sample["input_ids"][0])
     return batch, tokens

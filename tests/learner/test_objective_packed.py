@@ -143,7 +143,7 @@ def dense_logps(model, ids):
 
 def packed_loss(step, config, models, token_budget):
     """The loss of the step by our own path, and the number of micro-batches and of passes before them."""
-    batch = build_step(step.groups, 1, config)
+    batch = build_step(step.groups, lambda version: 0, config)
     trees = pack_micro_batches(batch.samples, token_budget)
     micro_batches = [DataCollatorForRollout(pad_token_id=0).torch_call([[tree]]) for tree in trees]
     label_micro_batches(micro_batches, [tree.samples for tree in trees], config)
@@ -210,7 +210,7 @@ def test_a_rollout_of_forty_rows_weighs_as_much_as_its_sibling_of_one():
     rows = [make_row(ids[: 6 + i], {f"t{i}": (5 + i, 6 + i)}, [-1.0] * 50) for i in range(40)]
     results = [RolloutResult(f"r{i}", 0, "task", "h", 0, Outcome.OK, reward) for i, reward in enumerate([1.0, 0.0])]
     group = TrainGroup(0, "task", results, [rows, [make_row(ids[:8], {"t0": (4, 8)}, [-1.0] * 8)]])
-    batch = build_step([group], 1, config)
+    batch = build_step([group], lambda version: 0, config)
     assert [sample["advantage"] for sample in batch.samples] == pytest.approx([1.0] * 40 + [-1.0])
     trees = pack_micro_batches(batch.samples, 60)
     micro_batches = [DataCollatorForRollout(pad_token_id=0).torch_call([[tree]]) for tree in trees]
@@ -251,7 +251,7 @@ class Adapted(torch.nn.Module):
 
 def test_with_an_adapter_the_reference_is_the_model_without_it_and_no_copy_is_made(models):
     config = config_of("kl")
-    batch = build_step(Step(models.policy_sdpa).groups, 1, config)
+    batch = build_step(Step(models.policy_sdpa).groups, lambda version: 0, config)
     trees = pack_micro_batches(batch.samples, 1000)
     micro_batch = DataCollatorForRollout(pad_token_id=0).torch_call([[trees[0]]])
     adapted = Adapted(DoubleHead(models.policy_tree))

@@ -1,5 +1,6 @@
 """Real training steps of a tiny model on the CPU, with a stub group source and a recording weight transfer."""
 
+import itertools
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ from harness_trainer.learner.exactness import recompute_logprobs
 from harness_trainer.learner.group_source import TrainGroup
 from harness_trainer.learner.rows import Row
 from harness_trainer.learner.train import last_checkpoint, run_learner
+from harness_trainer.rollouts.lineage import Lineage
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 GOOD, BAD = 7, 8
@@ -87,6 +89,9 @@ class PolicySource:
     def on_dropped(self, group_id, reason):
         self.events.append(("dropped", group_id, str(reason)))
 
+    def lineage(self):
+        return Lineage()
+
     def position(self):
         return self.next_id, {"ready": 1}
 
@@ -124,7 +129,7 @@ class Run:
         self.source = PolicySource(model_path, self.transfer, **source_options)
         self.reports = []
 
-    def go(self, *, resume_from=None, base_version=0, on_step=None, temperature=1.0, **config):
+    def go(self, *, resume_from=None, base_version=0, on_step=None, temperature=1.0, engine=None, **config):
         defaults = {"max_steps": 3, "learning_rate": 0.01, "groups_per_step": 2, "token_budget": 256, "device": "cpu"}
         run_learner(
             LearnerConfig(**(defaults | config)),
@@ -136,6 +141,7 @@ class Run:
             resume_from=resume_from,
             base_version=base_version,
             temperature=temperature,
+            engine=engine,
         )
         return self
 
@@ -356,3 +362,52 @@ def test_other_families_and_sliding_windows_train_exactly(tmp_path, build_model,
     model = build_model(tmp_path / "model", family=family, **changes)
     run = Run(model, tmp_path / "run").go(max_steps=2)
     assert [report.ratio_mean for report in run.reports] == pytest.approx([1.0, 1.0], abs=1e-4)
+
+
+class RestartedEngine:
+    """What `EnginePresence` is to the trainer, without processes: told when the engine has died."""
+
+    def __init__(self):
+        self.is_lost = False
+        self.die_under = None  # the call of `send` (from 1) under which it dies
+        self.num_sends = 0
+
+    def send(self, send, reach):
+        if self.is_lost:
+            self.is_lost = False
+            reach()
+        self.num_sends += 1
+        send()
+        if self.num_sends == self.die_under:  # after the trainer has counted the version up: it was told "done"
+            self.is_lost = True
+
+
+def test_an_engine_that_is_started_again_gets_the_same_weights_by_the_same_name_and_no_step_is_lost(
+    tiny_model, tmp_path
+):
+    run, engine = Run(tiny_model, tmp_path), RestartedEngine()
+    sent = []
+
+    class Recorder(Transfer):
+        def send_weights(self, iterator):
+            super().send_weights(iterator)
+            sent.append((self.announced, {name: tensor.clone() for name, tensor in self.weights.items()}))
+
+    run.transfer = run.source.transfer = Recorder()
+    make_group = run.source.next_group
+
+    def next_group(timeout_s):
+        if run.source.next_id == 2:  # in the middle of gathering the second step
+            engine.is_lost = True
+        return make_group(timeout_s)
+
+    run.source.next_group = next_group
+    engine.die_under = 4
+    run.go(engine=engine)
+    assert [version for version, _ in sent] == [1, 2, 2, 3, 3, 4]
+    assert [report.policy_version for report in run.reports] == [2, 3, 4]
+    for (version, weights), (again, same) in itertools.pairwise(sent):
+        assert version != again or all(torch.equal(tensor, same[name]) for name, tensor in weights.items())
+    assert run.transfer.calls.count("init") == 3, "each new engine is greeted before it is sent anything"
+    trained = [event for event in run.source.events if event[0] == "trained"]
+    assert [ids for _, ids, _ in trained] == [[0, 1], [2, 3], [4, 5]]

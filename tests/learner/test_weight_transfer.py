@@ -14,7 +14,7 @@ from stub_engine import StubEngine, serving
 
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.learner.sync_config import VerifySync
-from harness_trainer.learner.weight_transfer import ShmWeightTransfer
+from harness_trainer.learner.weight_transfer import ShmWeightTransfer, remove_unsent
 
 WEIGHTS = {"model.embed_tokens.weight": torch.arange(12.0).reshape(4, 3), "model.norm.weight": torch.ones(3)}
 
@@ -70,6 +70,27 @@ def test_the_engine_samples_on_while_the_weights_are_written(engine: StubEngine,
 
     transfer.send_weights(weights())
     assert engine.calls[:2] == ["pause", "start_weight_update"]
+
+
+def test_what_a_dead_trainer_left_half_loaded_is_not_sampled_with_before_it_has_a_name(
+    engine: StubEngine, transfer: ShmWeightTransfer, shm: Path
+) -> None:
+    """It was killed between two of its calls: the engine is frozen, with new weights under the old name."""
+    sync(transfer, 1)
+    transfer.next_version(2)
+    engine.paused = engine.active = True
+    engine.loaded = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
+    (shm / "weights-0123.safetensors").write_bytes(b"of the dead one")
+
+    remove_unsent(shm)
+    successor = ShmWeightTransfer(engine.url, directory=shm)
+    successor.init_weight_transfer()
+    assert engine.paused, "frozen requests would go on with v2's weights under the name v1"
+    sync(successor, 3)
+    successor.destroy()
+    assert (engine.version, engine.paused, engine.active) == ("v3", False, False)
+    assert all(torch.equal(engine.loaded[name], tensor) for name, tensor in WEIGHTS.items())
+    assert list(shm.iterdir()) == []
 
 
 def test_kept_weights_are_named_after_their_version(engine: StubEngine, shm: Path, tmp_path: Path) -> None:

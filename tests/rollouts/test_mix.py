@@ -51,6 +51,20 @@ def test_a_task_that_names_its_agent_gets_it_whatever_the_shares(moon):
     assert {mixed.of_group(n, moon) for n in range(9)} == {"pyagent"}
 
 
+def test_an_evaluation_runs_a_task_with_one_agent_by_the_shares_or_with_every_agent(moon):
+    own, sun = replace(moon, name="own", metadata={"harness": "opencode"}), replace(moon, name="sun")
+    mixed = mix("pyagent:3,pyagent-chat", moon, own, sun)
+    by_shares = mixed.evaluated([moon, own, sun], every_agent=False, num=None)
+    assert by_shares == [(t.name, mixed.of_group(n, t)) for n, t in enumerate([moon, own, sun])]
+    every = mixed.evaluated([moon, own, sun], every_agent=True, num=None)
+    assert every == [
+        ("moon", "pyagent"), ("moon", "pyagent-chat"), ("own", "opencode"), ("sun", "pyagent"), ("sun", "pyagent-chat"),
+    ]  # fmt: skip
+    assert mixed.evaluated([moon, own, sun], every_agent=True, num=2) == every[:2]
+    assert mixed.evaluated([moon, own, sun], every_agent=True, num=7) == [*every, *every[:2]]
+    assert mixed.evaluated([], every_agent=False, num=None) == []
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -82,6 +96,7 @@ def test_files_are_pinned_because_the_runner_works_in_another_folder(tmp_path, m
     assert pin_harness("./mine.yaml:2,pyagent") == f"{tmp_path}/mine.yaml:2,pyagent:1"
     assert pin_harness("opencode") == "opencode"
     assert pin_harness("cmd:python my.yaml") == "cmd:python my.yaml"
+    assert f"{tmp_path}/mine.yaml" in pin_harness("cmd:python mine.yaml"), "the runner works in another folder"
 
 
 async def run_groups(store, tasks, harness_of, num_groups, seen):

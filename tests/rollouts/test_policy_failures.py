@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from capture_proxy.types import GATEWAY_RESTARTED
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.failures import Backoff, Breaker
@@ -234,6 +235,16 @@ def test_the_breaker_opens_at_its_share_of_a_full_window_and_not_before():
     calm = Breaker(window=8, share=0.75)
     for number in range(200):
         calm.note(infra(JOB) if number % 8 < 5 else finished(JOB, Outcome.AGENT_FAILED, 0.0))
+
+
+def test_a_gateway_that_was_restarted_is_no_reason_for_the_breaker_to_open():
+    breaker = Breaker(window=4, share=0.5)
+    for _ in range(8):  # of all rollouts of that moment
+        breaker.note(infra(JOB, f"model side: {GATEWAY_RESTARTED}: it was started again"))
+    for _ in range(3):
+        breaker.note(infra(JOB))
+    with pytest.raises(TrainingFailed):
+        breaker.note(infra(JOB))
 
 
 def test_the_breaker_names_the_most_frequent_reasons_and_takes_numbers_for_one():

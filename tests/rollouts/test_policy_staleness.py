@@ -9,7 +9,8 @@ import pytest
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.rollouts.admission import is_too_old, may_open, staleness_ahead
-from harness_trainer.rollouts.group import oldest_sampled
+from harness_trainer.rollouts.group import sampled_versions
+from harness_trainer.rollouts.lineage import Lineage, PolicyVersion
 from harness_trainer.rollouts.policy_config import Schedule
 from harness_trainer.rollouts.policy_records import Versions
 from harness_trainer.rollouts.rollout import run_rollout
@@ -23,6 +24,7 @@ from tests.rollouts.rolling import CALL, rolling, shell_agent, task
 @pytest.fixture
 def store(tmp_path):
     store = RolloutStore(tmp_path / "store.sqlite")
+    store.announce(1)
     store.publish(1)
     yield store
     store.close()
@@ -32,18 +34,42 @@ def store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "step", "before", "per_step", "expected"),
+    ("engine", "learner", "ahead", "before", "per_step", "expected"),
     [
-        (1, 1, 0, 2, 0),  # the next step takes it
-        (1, 1, 1, 2, 0),
-        (1, 1, 2, 2, 1),  # two others fill the next step
-        (1, 1, 5, 2, 2),
-        (3, 4, 0, 2, 1),  # a step was taken, its weights are on their way
-        (3, 4, 2, 2, 2),
+        (1, 1, 0, 0, 2, 0),  # the next step takes it
+        (1, 1, 0, 1, 2, 0),
+        (1, 1, 0, 2, 2, 1),  # two others fill the next step
+        (1, 1, 0, 5, 2, 2),
+        (3, 3, 1, 0, 2, 1),  # a step was taken, its weights have no name yet
+        (3, 4, 0, 0, 2, 1),  # they have, and are on their way
+        (3, 4, 0, 2, 2, 2),
     ],
 )
-def test_how_old_a_group_will_be_when_it_is_consumed(engine, step, before, per_step, expected):
-    assert staleness_ahead(Versions(engine, step), before, per_step) == expected
+def test_how_old_a_group_will_be_when_it_is_consumed(engine, learner, ahead, before, per_step, expected):
+    assert staleness_ahead(Versions(engine, learner, ahead), before, per_step) == expected
+
+
+# v1 to v4 are steps 0 to 3; the learner died, and v5 is v2 published again.
+RESUMED = Lineage([PolicyVersion(n, n - 1, n - 1) for n in range(1, 5)] + [PolicyVersion(5, 1, 2)])
+
+
+def test_after_a_resume_a_group_is_opened_by_the_steps_between_and_not_by_the_numbers():
+    half_way = Versions(engine=4, learner=2, lineage=RESUMED)  # the engine lives on, and has what the learner lost
+    assert staleness_ahead(half_way, 0, 2) == 2
+    assert not may_open(schedule(), half_way, {})
+    resumed = Versions(engine=5, learner=5, lineage=RESUMED)
+    assert staleness_ahead(resumed, 0, 2) == 0 and may_open(schedule(), resumed, {"ready": 3})
+
+
+@pytest.mark.parametrize(
+    ("sampled", "age"), [({2}, 0), ({5}, 0), ({1}, 1), ({3}, 1), ({4}, 2), ({2, 4}, 2), ({5, 1}, 1)]
+)
+def test_after_a_resume_a_running_group_is_as_old_as_the_most_distant_policy_that_sampled_it(sampled, age):
+    resumed = Versions(5, 5, lineage=RESUMED)
+    assert [is_too_old(schedule(max_staleness=limit), resumed, sampled) for limit in (0, 1, 2)] == [
+        age > limit for limit in (0, 1, 2)
+    ]
+    assert is_too_old(schedule(max_staleness=age), Versions(5, 5, 1, RESUMED), sampled), "a step is under way"
 
 
 def schedule(**settings):
@@ -55,7 +81,9 @@ def schedule(**settings):
     [
         ({}, (1, 1), {"running": 3}, True),
         ({}, (1, 1), {"running": 2, "ready": 2}, False),
+        ({}, (1, 1, 1), {"running": 1}, True),
         ({}, (1, 2), {"running": 1}, True),
+        ({}, (1, 1, 1), {"running": 2}, False),
         ({}, (1, 2), {"running": 2}, False),
         ({}, (0, 1), {}, False),  # the engine has no policy of this run yet
         ({"max_staleness": 0}, (1, 1), {"ready": 1}, True),
@@ -73,31 +101,62 @@ def test_when_another_group_may_be_opened(settings, versions, counts, expected):
 
 
 def test_when_a_running_group_is_too_old():
-    assert not is_too_old(schedule(), Versions(3, 3), 2)
-    assert is_too_old(schedule(), Versions(3, 4), 2), "the next step will be of version 4"
-    assert not is_too_old(schedule(), Versions(9, 9), None), "nothing of it was sampled yet"
-    assert not is_too_old(schedule(max_staleness=None), Versions(9, 9), 1)
+    assert not is_too_old(schedule(), Versions(3, 3), {2})
+    assert is_too_old(schedule(), Versions(3, 4), {2, 3}), "the next step will be of version 4"
+    assert is_too_old(schedule(), Versions(3, 3, 1), {2}), "or of one that has no name yet"
+    assert not is_too_old(schedule(), Versions(9, 9), set()), "nothing of it was sampled yet"
+    assert not is_too_old(schedule(max_staleness=None), Versions(9, 9), {1})
 
 
-def test_the_oldest_policy_of_a_trace_is_that_of_a_trained_turn():
+def test_the_policies_of_a_trace_are_those_of_trained_turns():
     trace = sampled_by(5, 4)
     trace["turns"].append({"loss_mask": [0, 0], "metadata": {"policy_versions": [{"version": "v1"}]}})
-    assert oldest_sampled(trace) == 4
-    assert oldest_sampled({"turns": []}) is None
+    assert sampled_versions(trace) == {4, 5}
+    assert sampled_versions({"turns": []}) == set()
 
 
 def test_the_versions_that_staleness_counts_from(store):
-    assert store.versions() == Versions(engine=1, step=1)
+    assert store.versions() == Versions(engine=1, learner=1)
     store.open_group(0, "a", "h")
     store.mark_trained([0], step=1)
-    assert store.versions() == Versions(engine=1, step=2), "before the weights are on the engine"
+    assert store.versions() == Versions(engine=1, learner=1, ahead=1), "the weights have no name yet"
+    store.announce(2)
+    assert store.versions() == Versions(engine=1, learner=2), "and are not on the engine"
     store.publish(2)
     assert store.versions() == Versions(2, 2)
     store.forget_engine()
-    assert store.versions() == Versions(0, 3)
+    assert store.versions() == Versions(0, 2)
     assert store.policy_version() == 2, "the count goes on"
+    assert store.versions().next_sampled == 2, "what gets its sandbox now is sampled by v2's weights at the oldest"
+    store.announce(5)
     store.publish(5)
     assert store.versions() == Versions(5, 5)
+    assert store.versions().age(2) == 0 and store.versions().age(1) == 1
+
+
+def test_two_weights_never_share_a_number(store):
+    store.announce(2)
+    store.announce(2)  # the same weights, sent once more
+    store.mark_trained([], 1)
+    for used in (1, 2):
+        with pytest.raises(TrainingFailed, match=f"v{used} is used up"):
+            store.announce(used)
+    store.announce(3)
+
+
+def test_an_open_connection_sees_the_versions_that_come(tmp_path, store):
+    other = RolloutStore(tmp_path / "store.sqlite")
+    for step in (1, 2):
+        store.open_group(step, "a", "h")
+        store.mark_trained([step], step)
+        store.announce(step + 1)
+        store.publish(step + 1)
+        assert other.versions().age(1) == step
+    store.rewind(1)
+    store.continue_from(2, 1)
+    store.announce(7)
+    assert other.versions() == Versions(3, 7) and [other.versions().age(v) for v in (2, 3, 7)] == [0, 1, 0]
+    other.close()
 
 
 # -- the runner with a learner ---------------------------------------------------------------------------------------
@@ -115,7 +174,7 @@ class Learner:
     async def attempt(self, job):
         version = self.store.versions()
         job.has_box()
-        self.while_publishing += version.engine != version.step
+        self.while_publishing += version.ahead
         is_slow = job.group_id in self.slow
         await asyncio.sleep(60 if is_slow else random.Random(job.rollout_id).uniform(0, 0.05))
         return finished(job, trace=sampled_by(version.engine))
@@ -128,7 +187,7 @@ class Learner:
             if group is None:
                 continue
             version = self.store.policy_version()
-            age = version - min(oldest_sampled(result.trace) for result in group.results)
+            age = version - min(min(sampled_versions(result.trace)) for result in group.results)
             if age > self.bound or group.group_id in self.drops:
                 self.too_old += age > self.bound
                 self.store.mark_dropped(group.group_id, "stale" if age > self.bound else "no_spread")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from harness_trainer.config import RunConfig
+from harness_trainer.progress import Progress
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.run import Supervisor
 from harness_trainer.rundir import RunDir
@@ -31,9 +32,9 @@ def test_notes_are_shown_once_also_over_restarts(run):
     store.setup_failed("a", "no image", 1)
     displays = [Display(), Display()]
     for display in displays:
-        supervisor = Supervisor(RunConfig(), run, display)
-        supervisor._show_notes(store)
-        supervisor._show_notes(store)
+        progress = Progress(run, display)
+        progress.show_notes(store)
+        progress.show_notes(store)
     assert [display.lines for display in displays] == [
         ["task a is quarantined: its last 1 groups failed at set-up (no image)"],
         [],
