@@ -10,6 +10,10 @@ MODULES = (
     "benchmarks.bridging",
     "benchmarks.sandboxes",
     "benchmarks.agent_start",
+    "benchmarks.packing",
+    "benchmarks.step_overhead",
+    "benchmarks.weight_sync",
+    "benchmarks.asynchrony",
     "benchmarks.learning",
 )
 

@@ -25,8 +25,8 @@ from harness_trainer.display import cell
 from harness_trainer.learner.exactness import Exactness, check_row
 from harness_trainer.learner.rows import rows_from_trace
 from harness_trainer.learner.weight_transfer import version_name
+from harness_trainer.progress import read_metrics
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.run import read_metrics
 from harness_trainer.rundir import RunDir
 
 
