@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from harness_trainer.engine.config import EngineConfig
-from harness_trainer.environments import EnvConfig, OwnConfig, as_env
+from harness_trainer.environments import WHITE_BOX, EnvConfig, OwnConfig, as_env
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.supervision.restarts import RestartConfig
 from sandboxes import SandboxConfig
 from sandboxes.docker import DockerConfig
 from sandboxes.local import LocalConfig
@@ -21,10 +22,18 @@ from sandboxes.local import LocalConfig
 # Fields that a continued run may change without becoming another run.
 MAY_CHANGE = frozenset(
     {"learner.max_steps", "learner.report_to", "env.url", "env.max_sessions", "env.token_env"}
+    | {f"learner.{name}" for name in ("num_processes", "accelerate_config", "process_timeout_s")}
+    | {"restarts", *(f"restarts.{name}" for name in RestartConfig.model_fields), "gateway.engine_patience_s"}
     | {f"rollouts.{name}" for name in ("forget_quarantine", "infra_window", "infra_share")}
     | {f"rollouts.max_{name}" for name in ("concurrent", "creating", "running", "verifying")}
     | {f"rollouts.warm_{name}" for name in ("per_task", "total")}
 )
+
+
+_OWN = {
+    False: "the server has its own {name}: choose with --env.{name}, and leave --{name} out",
+    True: "with --env the turns are ours, and there is no {name}: leave --{name} out",
+}
 
 
 class GatewayConfig(BaseModel):
@@ -43,10 +52,13 @@ class GatewayConfig(BaseModel):
     thinking_retention: Literal["all", "tool_cycle"] = Field(
         "all", description="whether earlier reasoning stays in a prompt that a new user message continues"
     )
+    engine_patience_s: float = Field(
+        300, ge=0, description="how long an agent's call waits for an engine that is away or has no policy yet"
+    )
 
 
-class RunConfig(BaseModel):
-    """What `train` and `demo` run. Example: `RunConfig(model="smollm2", tasks="examples", harness="pyagent")`."""
+class SamplingConfig(BaseModel):
+    """What it takes to run agents on tasks, whether somebody learns from it or not."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,17 +67,29 @@ class RunConfig(BaseModel):
         "examples", description="folder with Harbor tasks, JSONL file, dataset (hf:owner/name@revision), or `examples`"
     )
     harness: str = Field(
-        "opencode", description="agent to train in: a shipped name or a YAML file; several with shares: opencode:3,pi:1"
+        "opencode", description="agent: a shipped name or a YAML file; several with shares: opencode:3,pi:1"
     )
     sandbox: SandboxConfig = Field(default_factory=LocalConfig, description="where agents run")
-    env: EnvConfig = Field(
-        default_factory=OwnConfig,
-        description="who runs tasks, agents and sandboxes: own (the three above), or openenv-harbor:http://HOST:PORT",
-    )
     rollouts: RolloutConfig = Field(default_factory=RolloutConfig)
-    learner: LearnerConfig = Field(default_factory=LearnerConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    restarts: RestartConfig = Field(default_factory=RestartConfig)
+
+    @field_validator("sandbox", mode="before")
+    @classmethod
+    def _sandbox_by_name(cls, value: Any) -> Any:
+        return as_sandbox(value)
+
+
+class RunConfig(SamplingConfig):
+    """What `train` and `demo` run. Example: `RunConfig(model="smollm2", tasks="examples", harness="pyagent")`."""
+
+    env: EnvConfig = Field(
+        default_factory=OwnConfig,
+        description="who runs tasks, agents and sandboxes: own (the three above), openenv-harbor:http://HOST:PORT, or "
+        "our own turns: loop:FILE:Class on the rows of --tasks rows.jsonl",
+    )
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
     keep_weights: bool = Field(False, description="keep the weights of every published policy, for audits")
 
     @field_validator("env", mode="before")
@@ -76,16 +100,40 @@ class RunConfig(BaseModel):
     @field_validator("env")
     @classmethod
     def _one_says_what_runs(cls, value: EnvConfig, info: ValidationInfo) -> EnvConfig:
-        for name in ("tasks", "harness", "sandbox"):
+        # An environment whose turns are ours has rows as its tasks, and neither agents nor sandboxes.
+        own = ("harness", "sandbox") if isinstance(value, WHITE_BOX) else ("tasks", "harness", "sandbox")
+        for name in own:
             usual = cls.model_fields[name].get_default(call_default_factory=True)
             if value.type != "own" and info.data.get(name, usual) != usual:
-                raise ValueError(f"the server has its own {name}: choose with --env.{name}, and leave --{name} out")
+                raise ValueError(_OWN[isinstance(value, WHITE_BOX)].format(name=name))
         return value
 
-    @field_validator("sandbox", mode="before")
-    @classmethod
-    def _sandbox_by_name(cls, value: Any) -> Any:
-        return as_sandbox(value)
+
+class CollectConfig(SamplingConfig):
+    """What `rollout` runs. Example: `CollectConfig(model="smollm2", tasks="examples", harness="pi", samples=8)`."""
+
+    samples: int = Field(1, ge=1, description="rollouts of every task with every agent (k)")
+    num_groups: int | None = Field(
+        None, ge=1, description="pairs of task and agent to run, in turn, each so many times; null = every pair once"
+    )
+    engine_url: str | None = Field(
+        None,
+        description="an OpenAI-compatible engine that serves already, instead of one of our own; `model` is then its "
+        "name for the model, and CAPTURE_PROXY_ENGINE_KEY its key",
+    )
+
+    @model_validator(mode="after")
+    def _one_set_of_tasks(self) -> CollectConfig:
+        if self.rollouts.evaluation.tasks is not None:
+            raise ValueError("rollouts.evaluation.tasks is for training: here --tasks are what is evaluated")
+        return self
+
+    def as_run(self) -> RunConfig:
+        """The same for what needs a whole run's settings."""
+        run = RunConfig(**{name: getattr(self, name) for name in SamplingConfig.model_fields})
+        evaluation = run.rollouts.evaluation.model_copy(update={"samples": self.samples})
+        run.rollouts = run.rollouts.model_copy(update={"evaluation": evaluation})
+        return run
 
 
 def as_sandbox(value: Any) -> Any:

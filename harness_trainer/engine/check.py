@@ -13,20 +13,29 @@ def require_trainable(url: str) -> Capabilities:
 
     Raises EngineFailed when it does not answer, or naming every flag that is missing.
     """
-    return asyncio.run(_require_trainable(url))
+    capabilities = what_serves(url)
+    if not capabilities.trainable:
+        raise EngineFailed(f"the engine at {url} cannot be trained from; it lacks {', '.join(capabilities.missing)}")
+    return capabilities
 
 
-async def _require_trainable(url: str) -> Capabilities:
+def what_serves(url: str, *, model: str | None = None, key: str | None = None) -> Capabilities:
+    """The same of any OpenAI-compatible server; `model` None = the only one it has, `key` its API key.
+
+    Raises EngineFailed when it does not answer, or has several models and none was named.
+    """
+    return asyncio.run(_what_serves(url, model, key))
+
+
+async def _what_serves(url: str, model: str | None, key: str | None) -> Capabilities:
     import httpx
 
     from capture_proxy.engines.probe import probe
     from capture_proxy.errors import CaptureError
 
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
         try:
-            capabilities = await probe(http)
+            return await probe(http, model=model)
         except CaptureError as error:
             raise EngineFailed(f"the engine at {url} could not be probed: {error}") from error
-    if not capabilities.trainable:
-        raise EngineFailed(f"the engine at {url} cannot be trained from; it lacks {', '.join(capabilities.missing)}")
-    return capabilities

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +28,15 @@ from harness_trainer.engine.config import (
 )
 from harness_trainer.engine.prepare import ModelInfo
 from harness_trainer.errors import EngineFailed, HarnessTrainerError, SetupError
-from sandboxes.lifecycle import LifecycleError, OwnedProcess, default_registry, start_process
+from sandboxes.lifecycle import (
+    Claim,
+    LifecycleError,
+    OwnedProcess,
+    claim,
+    default_registry,
+    remove_tree,
+    start_process,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -48,6 +57,7 @@ _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|NotFoun
 _ADDRESS_IN_USE = "address already in use"
 _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
+_LONGEST_FOR_SOCKETS = 107 - 37  # bytes: a socket's path has at most 107, and vLLM names its sockets by a UUID
 
 
 class Engine:
@@ -72,6 +82,7 @@ class Engine:
         self._registry = registry or default_registry()
         self._run_id = run_id
         self._process: OwnedProcess | None = None
+        self._temp: Claim | None = None  # of the folder for vLLM's sockets and files, which it leaves behind
         self._port = 0
         self._cancelled = threading.Event()
 
@@ -115,6 +126,7 @@ class Engine:
         self._cancelled.set()
         if self._process is not None:
             self._process.stop(_STOP_GRACE_S)
+        self._drop_temp()
 
     def __enter__(self) -> Self:
         self.start()
@@ -144,7 +156,7 @@ class Engine:
         try:
             self._process = start_process(
                 build_argv(self.config, self.model, environment, self._port),
-                env=build_env(self.config, environment, os.environ),
+                env={**build_env(self.config, environment, os.environ), **self._temp_env()},
                 cwd=self.log_path.parent,
                 log_path=self.log_path,
                 registry=self._registry,
@@ -152,12 +164,40 @@ class Engine:
                 run_id=self._run_id,
             )
         except LifecycleError as error:
+            self._drop_temp()
             raise SetupError(str(error)) from None
+        except OSError as error:
+            self._drop_temp()
+            raise SetupError(
+                f"the engine's temp folder cannot be made ({error}): free space, or set TMPDIR to a folder of yours"
+            ) from error
         try:
             self._wait_until_ready(self._process, log, progress)
         except BaseException:
             self._process.stop(_STOP_GRACE_S)
+            self._drop_temp()
             raise
+
+    def _temp_env(self) -> dict[str, str]:
+        """A temp folder of the engine's own, gone with it. Raises OSError, LifecycleError."""
+        self._temp = claim(self._registry, "enginetemp", run_id=self._run_id)
+        temp = tempfile.gettempdir()
+        folder = str(self._temp.make_folder(Path(temp)))
+        env = {"TMPDIR": folder}
+        if len(os.fsencode(folder)) > _LONGEST_FOR_SOCKETS:
+            env["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", temp)  # and vLLM leaves them there
+        # torch would put it into that folder; as a cache it is for the next engine too.
+        shared = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{temp}/torchinductor_{os.getuid()}")
+        return env | {"TORCHINDUCTOR_CACHE_DIR": shared}
+
+    def _drop_temp(self) -> None:
+        """Idempotent. What cannot be removed stays on record, for the next start to try."""
+        temp, self._temp = self._temp, None
+        if temp is not None:
+            with contextlib.suppress(OSError):
+                for folder in temp.folders:
+                    remove_tree(Path(folder))
+                temp.release()
 
     def _wait_until_ready(self, process: OwnedProcess, log: _Log, progress: Progress) -> None:
         import httpx

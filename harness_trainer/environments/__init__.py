@@ -1,7 +1,9 @@
-"""Where rollouts come from, if not from our own agents in our own sandboxes: servers that run both.
+"""Where rollouts come from, if not from our own agents in our own sandboxes: servers that run both, and environments
+whose turns are ours.
 
-Owns the union of their settings and how a person names one (`--env openenv-harbor:http://host:8200`). A server's client
-is a module of its own; `rollouts` takes rollouts from it.
+Owns the union of their settings and how a person names one (`--env openenv-harbor:http://host:8200`). The client of a
+server that runs agents is a module of its own here; environments whose turns are ours are `loops`'s. `rollouts` takes
+rollouts from both.
 """
 
 from __future__ import annotations
@@ -10,9 +12,25 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness_trainer.environments.config import OpenEnvHarborConfig
+from harness_trainer.environments.class_config import EnvironmentClassConfig
+from harness_trainer.environments.config import OpenEnvHarborConfig, OwnLoopConfig
 
-__all__ = ["EnvConfig", "OpenEnvHarborConfig", "OwnConfig", "as_env"]
+__all__ = [
+    "WHITE_BOX",
+    "EnvConfig",
+    "EnvironmentClassConfig",
+    "OpenEnvHarborConfig",
+    "OwnConfig",
+    "OwnLoopConfig",
+    "as_env",
+]
+
+WHITE_BOX = (EnvironmentClassConfig, OwnLoopConfig)  # those whose turns are ours, on the rows of `--tasks`
+_SHORT = {
+    "openenv-harbor": "url",
+    "class": "target",
+    "loop": "target",
+}  # what stands behind the colon of the short form, by type
 
 
 class OwnConfig(BaseModel):
@@ -23,13 +41,15 @@ class OwnConfig(BaseModel):
     type: Literal["own"] = "own"
 
 
-EnvConfig: TypeAlias = Annotated[OwnConfig | OpenEnvHarborConfig, Field(discriminator="type")]
+EnvConfig: TypeAlias = Annotated[
+    OwnConfig | OpenEnvHarborConfig | EnvironmentClassConfig | OwnLoopConfig, Field(discriminator="type")
+]
 
 
 def as_env(value: Any) -> Any:
-    """An environment as a person gives it, in the form that `EnvConfig` reads: `openenv-harbor:URL` is type and url."""
+    """An environment as a person gives it, in the form that `EnvConfig` reads: `loop:FILE:Class` is type and target."""
     value = {"type": value} if isinstance(value, str) else value
     if isinstance(value, dict):
-        kind, colon, url = str(value.get("type", "own")).partition(":")
-        value = {**value, "type": kind, **({"url": url} if colon else {})}
+        kind, colon, rest = str(value.get("type", "own")).partition(":")
+        value = {**value, "type": kind, **({_SHORT.get(kind, "url"): rest} if colon else {})}
     return value

@@ -1,4 +1,4 @@
-"""Settings of the environments that are servers. Owns names, defaults and what of them is nonsense; asks no server."""
+"""Settings of environments and own loops. Owns names, defaults and what of them is nonsense; asks no server."""
 
 from __future__ import annotations
 
@@ -55,3 +55,23 @@ class OpenEnvHarborConfig(BaseModel):
         return self.tasks is None or any(
             int(found[1]) <= index <= int(found[2] or found[1]) for found in _RANGE.finditer(self.tasks)
         )
+
+
+class OwnLoopConfig(BaseModel):
+    """A person's own loop: a class with `run(self, task, model)`; `loops.own_loop` says what it may do.
+
+    Example: `OwnLoopConfig(target="my_loop.py:MyLoop")`; its tasks are the rows of `--tasks rows.jsonl`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["loop"] = "loop"
+    target: str = Field("", description="the class: file.py:Name or package.module:Name")
+    name: str | None = Field(None, description="what metrics call it; null = the class's name")
+
+    @field_validator("target")
+    @classmethod
+    def _target(cls, value: str) -> str:
+        if not value.rpartition(":")[0]:
+            raise ValueError("write file.py:Name or package.module:Name")
+        return value

@@ -1,7 +1,8 @@
 """Any command as a harness: `--harness "cmd:python my_agent.py"`.
 
 Owns which variables such a command is given. It may speak any dialect and read the variables of any provider's client:
-all lead to the gateway, all keys are the session's token. Called by `load_harness`.
+all lead to the gateway, all keys are the session's token. Called by `load_harness`, and by whoever hands a command to a
+process of ours that works in another folder (`pin_command`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from harness_trainer.harnesses.base import Harness, literal
 
 PREFIX = "cmd:"
 INSTRUCTION = "HARNESS_TRAINER_INSTRUCTION"
+_TAKEN = "harness-trainer-file:"  # before the absolute path of a file to take along, in a pinned command
 
 _WITH_V1, _PLAIN, _TOKEN, _MODEL = "${base_url}/v1", "${base_url}", "${token}", "${model}"
 ENV = {
@@ -71,12 +73,29 @@ def command_harness(spec: str) -> Harness:
     )
 
 
+def pin_command(spec: str) -> str:
+    """The same command for a process that works in another folder: it takes the same files along.
+
+    A command that `command_harness` refuses is left as it is.
+    """
+    try:
+        words = shlex.split(spec.removeprefix(PREFIX))
+    except ValueError:
+        return spec
+    pinned = [f"{_TAKEN}{Path(word).resolve()}" if n and _lies_here(word) else word for n, word in enumerate(words)]
+    return spec if pinned == words else PREFIX + shlex.join(pinned)
+
+
 def _is_ours(word: str) -> bool:
+    return word.startswith(_TAKEN) or _lies_here(word)
+
+
+def _lies_here(word: str) -> bool:
     return not Path(word).is_absolute() and Path(word).is_file()
 
 
 def _text(spec: str, word: str) -> str:
     try:
-        return Path(word).read_text(encoding="utf-8")
+        return Path(word.removeprefix(_TAKEN)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"harness {spec!r}: {word} cannot be taken along, it must be readable UTF-8 text") from error

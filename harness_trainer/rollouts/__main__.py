@@ -17,23 +17,27 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from capture_proxy.admin_client import AdminClient
-from harness_trainer.environments import OpenEnvHarborConfig
+from harness_trainer.environments import WHITE_BOX, OpenEnvHarborConfig
 from harness_trainer.errors import HarnessTrainerError
 from harness_trainer.rewards.custom import load_reward
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import Caps
-from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RolloutConfig, RunnerSpec
 from harness_trainer.rollouts.harbor import open_harbor
 from harness_trainer.rollouts.harbor_server import run_on_server
+from harness_trainer.rollouts.journal import Journal
 from harness_trainer.rollouts.mix import load_mix
 from harness_trainer.rollouts.proxies import open_access
 from harness_trainer.rollouts.rollout import Means, run_rollout
 from harness_trainer.rollouts.runner import Runner
 from harness_trainer.rollouts.sealing import sealing
 from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.rollouts.takeover import Takeover
+from harness_trainer.rollouts.white_box_run import run_white_box
 from harness_trainer.tasks import load_tasks
 from sandboxes import open_backend
 from sandboxes.base import SandboxError
+from sandboxes.ownership import keeper_of_this_process
 from sandboxes.pool import Bounds, Pool
 
 log = logging.getLogger("harness_trainer.rollouts")
@@ -50,13 +54,16 @@ async def _main(spec: RunnerSpec, store: RolloutStore) -> None:
     if isinstance(spec.env, OpenEnvHarborConfig):
         await run_on_server(spec, spec.env, store, admin_key)
         return
+    if isinstance(spec.env, WHITE_BOX):
+        await run_white_box(spec, store)
+        return
     tasks = load_tasks(spec.tasks)
     held_out = load_tasks(spec.config.evaluation.tasks) if spec.config.evaluation.tasks else []
     everything = [*tasks, *held_out]
     mix = load_mix(spec.harness, everything, spec.config)
     reward = load_reward(spec.config.reward)
     async with AsyncExitStack() as stack:
-        admin = await stack.enter_async_context(AdminClient(spec.admin_url, admin_key))
+        admin = await stack.enter_async_context(AdminClient(spec.admin_url, admin_key, patience_s=GATEWAY_PATIENCE_S))
         access = await open_access(stack, spec, everything, admin_key, *mix.harnesses.values())
         boxes = {name: Boxes(_spec_for(spec, name), harness, access) for name, harness in mix.harnesses.items()}
         backend = open_backend(spec.sandbox, run_id=spec.run_id, registry=spec.registry, access=access)
@@ -67,7 +74,11 @@ async def _main(spec: RunnerSpec, store: RolloutStore) -> None:
         pool = await stack.enter_async_context(Pool(backend, _bounds(spec.config)))
         harbor = await open_harbor(stack, spec, backend, *mix.harnesses.values())
         caps = Caps(spec.config)
-        means = {name: Means(of_agent, backend, pool, caps, admin, reward, harbor) for name, of_agent in boxes.items()}
+        journal = Journal(store, spec.sandbox.type, keeper_of_this_process(spec.registry))
+        means = {
+            name: Means(of_agent, backend, pool, caps, admin, reward, harbor, journal)
+            for name, of_agent in boxes.items()
+        }
         runner = Runner(
             spec.config,
             tasks,
@@ -76,7 +87,17 @@ async def _main(spec: RunnerSpec, store: RolloutStore) -> None:
             harness_of=mix.of_group,
             schedule=spec,
             evaluation_tasks=held_out,
+            evaluated=mix.evaluated(held_out, every_agent=spec.every_agent, num=spec.num_evaluated),
             plan=lambda needs: pool.plan([(boxes[agent].spec_of(task), count) for task, agent, count in needs]),
+            take_over=Takeover(
+                journal,
+                backend,
+                spec.registry,
+                admin,
+                tasks={task.name: task for task in tasks},
+                evaluation_tasks={task.name: task for task in held_out},
+                harnesses=boxes.keys(),
+            ),
         )
         try:
             await runner.run()
@@ -97,10 +118,11 @@ def _bounds(config: RolloutConfig) -> Bounds:
     )
 
 
-def _reason(error: BaseException) -> str:
+def _judgement(error: BaseException) -> str | None:
+    """Why the run cannot go on; None = it is an error that nobody foresaw, and the runner may be started again."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error) if isinstance(error, HarnessTrainerError | SandboxError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, HarnessTrainerError | SandboxError) else None
 
 
 def main() -> int:
@@ -117,7 +139,8 @@ def main() -> int:
         return 0
     except Exception as error:
         traceback.print_exc()
-        store.set_state(RUNNER_ERROR, _reason(error))
+        if (judgement := _judgement(error)) is not None:
+            store.set_state(RUNNER_ERROR, judgement)
         return 1
     finally:
         store.close()

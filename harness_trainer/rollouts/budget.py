@@ -58,7 +58,7 @@ class Budget:
     def __init__(self, limits: Limits, stages_s: MutableMapping[str, float]) -> None:
         self.limits = limits
         self.stage = ""  # the one at work, or the last one
-        self._stages_s = stages_s
+        self.stages_s = stages_s
         self._ends_at = time.monotonic() + limits.total_s
 
     @property
@@ -66,7 +66,11 @@ class Budget:
         return max(0.0, self._ends_at - time.monotonic())
 
     def spent_s(self, stage: str) -> float:
-        return self._stages_s.get(stage, 0.0)
+        return self.stages_s.get(stage, 0.0)
+
+    def set_left(self, left_s: float) -> None:
+        """Of a rollout whose clock another process had begun."""
+        self._ends_at = time.monotonic() + left_s
 
     @property
     def agent_s(self) -> float:
@@ -92,7 +96,7 @@ class Budget:
                 raise
             raise StageTimeout(f"{name} took more than {limit_s:.0f} s") from error
         finally:
-            self._stages_s[name] = self._stages_s.get(name, 0.0) + time.monotonic() - began
+            self.stages_s[name] = self.stages_s.get(name, 0.0) + time.monotonic() - began
 
     @asynccontextmanager
     async def outside(self, name: str, limit_s: float | None = None) -> AsyncIterator[None]:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness_trainer.environments import EnvConfig, OwnConfig
 from harness_trainer.harnesses.entry import Entry
+from harness_trainer.loops.config import LoopConfig
 from harness_trainer.rollouts.policy_config import CurriculumConfig, EvaluationConfig, Schedule
 from sandboxes import SandboxConfig
 from sandboxes.base import Access
 from sandboxes.local import LocalConfig
+
+GATEWAY_PATIENCE_S = (
+    60.0  # how long the runner waits for a gateway that is started again, before it is an infra failure
+)
+
+
+Transport: TypeAlias = Literal["auto", "generate", "chat", "text"]
 
 
 class RolloutConfig(BaseModel):
@@ -81,6 +89,7 @@ class RolloutConfig(BaseModel):
     pass_reward: float = Field(1.0, description="a rollout with at least this reward has passed: pass rates, pass@1")
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    loop: LoopConfig = Field(default_factory=LoopConfig)
     seed: int = Field(0, description="order of the tasks")
     entry: Entry = Field(
         "auto",
@@ -99,6 +108,22 @@ class RolloutConfig(BaseModel):
         return self
 
 
+class PipelineSpec(BaseModel):
+    """How the run's gateway makes prompts and asks its engine, for a pipeline that is to do the same."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine_url: str
+    model: str
+    transport: Transport = "auto"
+    adapters: bool = False
+    bridging: Literal["auto", "always", "never"] = "auto"
+    renderer: str = "auto"
+    tokenizer: Path | None = None
+    thinking_retention: Literal["all", "tool_cycle"] = "all"
+    engine_patience_s: float = Field(0.0, ge=0)
+
+
 class RunnerSpec(Schedule):
     """What the supervisor hands to the runner process, as one JSON file in the run folder. Holds no secret."""
 
@@ -113,7 +138,10 @@ class RunnerSpec(Schedule):
     artifacts: Path
     registry: Path  # where owned things are recorded, see sandboxes.lifecycle
     run_id: str
+    every_agent: bool = False  # each task that is evaluated on is run with every agent, and not with one by the shares
+    num_evaluated: int | None = None  # groups of an evaluation: task and agent in turn; None = each pair once
     model: str  # name the agent asks for
     context: int  # the model's window in tokens
     access: Access  # the gateway's agent port, and what else sandboxes are led to
     admin_url: str  # the gateway's admin interface; its key comes in the environment
+    pipeline: PipelineSpec | None = None  # the way to the engine for loops of our own; None = there are none

@@ -10,6 +10,7 @@ import random
 import re
 from collections import Counter, deque
 
+from capture_proxy.types import GATEWAY_RESTARTED
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
@@ -43,6 +44,8 @@ class Breaker:
 
     def note(self, result: RolloutResult) -> None:
         failed = result.outcome is Outcome.INFRA_FAILED
+        if failed and GATEWAY_RESTARTED in result.detail:
+            return  # it fails all rollouts of a moment at once; how often it may happen is the supervisor's to judge
         self._failures.append(f"{result.failed_stage}: {result.detail}".removeprefix(": ") if failed else None)
         reasons = [reason for reason in self._failures if reason is not None]
         window = self._failures.maxlen or 0

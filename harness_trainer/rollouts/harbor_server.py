@@ -32,7 +32,7 @@ from harness_trainer.environments.openenv_harbor import Session as Place
 from harness_trainer.rewards.custom import RewardFunction, load_reward
 from harness_trainer.rollouts import scoring
 from harness_trainer.rollouts.budget import Budget, Limits, StageTimeout
-from harness_trainer.rollouts.config import RunnerSpec
+from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RunnerSpec
 from harness_trainer.rollouts.runner import Runner
 from harness_trainer.rollouts.sealing import SEAL_TIMEOUT_S, sealing
 from harness_trainer.rollouts.server_verdict import describe, judge, without_questions
@@ -76,7 +76,7 @@ async def run_on_server(spec: RunnerSpec, config: OpenEnvHarborConfig, store: Ro
     server = HarborServer(config)
     tasks = await server.tasks()
     reward = load_reward(spec.config.reward)
-    async with AdminClient(spec.admin_url, admin_key) as admin:
+    async with AdminClient(spec.admin_url, admin_key, patience_s=GATEWAY_PATIENCE_S) as admin:
         means = ServerMeans(spec, server, admin, reward)
         runner = Runner(
             spec.config,

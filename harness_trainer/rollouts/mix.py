@@ -16,7 +16,7 @@ from pathlib import Path
 from harness_trainer.errors import ConfigError, TaskError
 from harness_trainer.harnesses import load_harness
 from harness_trainer.harnesses.base import Harness
-from harness_trainer.harnesses.command import PREFIX
+from harness_trainer.harnesses.command import PREFIX, pin_command
 from harness_trainer.harnesses.entry import entered
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.tasks import Task
@@ -43,6 +43,14 @@ class Mix:
         # In an order of its own per pass, so that shares and tasks, which come in passes too, never run in step.
         random.Random(f"harness:{self.seed}:{pass_}").shuffle(each)
         return each[position]
+
+    def evaluated(self, tasks: Sequence[Task], *, every_agent: bool, num: int | None) -> list[tuple[str, str]]:
+        """Name of the task and of the agent of each group of an evaluation; `num` as in `RunnerSpec.num_evaluated`."""
+        pairs = []
+        for n, task in enumerate(tasks):
+            whole = every_agent and task.name not in self.of_tasks
+            pairs += [(task.name, name) for name in (self.shares if whole else [self.of_group(n, task)])]
+        return [pairs[n % len(pairs)] for n in range(len(pairs) if num is None else num)]
 
 
 def load_mix(spec: str, tasks: Sequence[Task], config: RolloutConfig) -> Mix:
@@ -74,6 +82,8 @@ def pin_harness(spec: str) -> str:
 
 
 def _pin(one: str) -> str:
+    if one.startswith(PREFIX):
+        return pin_command(one)
     return str(Path(one).expanduser().resolve()) if one.endswith((".yaml", ".yml")) and Path(one).is_file() else one
 
 

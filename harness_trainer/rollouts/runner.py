@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 from harness_trainer.errors import TaskError, TrainingFailed
 from harness_trainer.rollouts.admission import is_too_old, may_open, num_left, num_open
@@ -24,10 +25,12 @@ from harness_trainer.rollouts.policy_config import Schedule
 from harness_trainer.rollouts.policy_records import Versions
 from harness_trainer.rollouts.slots import Attempt, Sleep, Slots
 from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.rollouts.types import Job
 from harness_trainer.tasks import Task
 
 log = logging.getLogger("harness_trainer.rollouts")
 
+TakeOver: TypeAlias = Callable[[], Awaitable[Sequence[Job]]]
 POLL_S = 0.25
 
 
@@ -35,7 +38,9 @@ class Runner:
     """Runs groups until it is cancelled.
 
     Raises TrainingFailed when it makes no sense to go on: most rollouts are infra failures, every task is quarantined,
-    or too many groups in a row had to be dropped. `plan` is told which sandboxes are still to be had (`needs`).
+    or too many groups in a row had to be dropped. `evaluated`: task and agent of each group of an evaluation (None =
+    one per task, by the shares). `plan` is told which sandboxes are still to be had (`needs`);
+    `take_over` says which agents of a killed runner go on, and closes its other attempts (None = all are closed).
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class Runner:
         harness_of: HarnessOf,
         schedule: Schedule,
         evaluation_tasks: Sequence[Task] = (),
+        evaluated: Sequence[tuple[str, str]] | None = None,
         plan: Plan = lambda needs: None,
+        take_over: TakeOver | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._config = config
@@ -58,24 +65,27 @@ class Runner:
         self._schedule = schedule
         self._curriculum = Curriculum(config, tasks, store)
         self._needs = Needs(plan)
+        self._take_over = take_over or self._close_lost
         self._versions = Versions(0, 0)
         self._slots = Slots(
-            config, store, attempt, self._needs, engine_version=lambda: self._versions.engine, sleep=sleep
+            config, store, attempt, self._needs, engine_version=lambda: self._versions.next_sampled, sleep=sleep
         )
         self._evaluator: Evaluator | None = None
         if evaluation_tasks:
             last_step = schedule.num_groups // schedule.groups_per_step
-            self._evaluator = Evaluator(config, evaluation_tasks, store, self._slots, harness_of, last_step=last_step)
+            if evaluated is None:
+                evaluated = [(task.name, harness_of(n, task)) for n, task in enumerate(evaluation_tasks)]
+            self._evaluator = Evaluator(config, evaluation_tasks, store, self._slots, evaluated, last_step=last_step)
         self._running: dict[Group, asyncio.Task[None]] = {}
         self._dropped_in_a_row: Counter[str] = Counter()
 
     async def run(self) -> None:
-        if lost := await asyncio.to_thread(self._store.close_lost):
-            log.info("%d rollouts were under way when the last runner ended", lost)
+        taken = await self._take_over()
         if self._config.forget_quarantine:
             await asyncio.to_thread(self._store.release_all)
-        await self._until_engine_is_ours()
         async with asyncio.TaskGroup() as jobs:
+            self._slots.resume(jobs, taken)
+            await self._until_engine_is_ours()
             for group_id, task_name, _ in await asyncio.to_thread(self._store.unfinished_groups):
                 self._start(jobs, await self._continued(group_id, task_name))
             jobs.create_task(self._cancel_stale())
@@ -88,6 +98,11 @@ class Runner:
                 await asyncio.to_thread(self._store.open_group, group_id, task.name, harness)
                 self._needs.expect(None)
                 self._start(jobs, Group(group_id, task, harness, self._config.group_size))
+
+    async def _close_lost(self) -> Sequence[Job]:
+        if lost := await asyncio.to_thread(self._store.close_lost):
+            log.info("%d rollouts were under way when the last runner ended", lost)
+        return ()
 
     async def _until_engine_is_ours(self) -> None:
         """Until the learner has published: before that even a continued run's engine has the weights of no policy."""
@@ -134,14 +149,14 @@ class Runner:
         while True:
             self._versions = versions = await asyncio.to_thread(self._store.versions)
             for group, running in self._running.items():
-                if not group.is_stale and is_too_old(self._schedule, versions, group.oldest_version()):
+                if not group.is_stale and is_too_old(self._schedule, versions, group.sampled_by()):
                     group.is_stale = True
                     log.info(
-                        "group %d (%s) is cancelled: sampled since v%s, the next step is of v%d",
+                        "group %d (%s) is cancelled: sampled by v%s, %d optimizer steps from the next one",
                         group.group_id,
                         group.task.name,
-                        group.oldest_version(),
-                        versions.step,
+                        ", v".join(map(str, sorted(group.sampled_by()))),
+                        max(map(versions.age, group.sampled_by())),
                     )
                     running.cancel()
             await asyncio.sleep(POLL_S)

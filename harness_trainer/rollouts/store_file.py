@@ -25,6 +25,7 @@ class StoreFile:
         with _mapped(path):
             self._db = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
+            # Runner and learner act on what the other has committed; a power cut must not take it back.
             self._db.execute("PRAGMA synchronous=FULL")
             migrate(self._db, path)
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -49,6 +50,9 @@ def main() -> int:
         print(f"(EngineCore pid=1) INFO 11-29 19:20:18 [core.py:1] {phase}", flush=True)
     if play == "hang":
         time.sleep(600)
+    Path(
+        os.environ.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir()), "a-socket"
+    ).touch()  # as vLLM does, which leaves it there
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     server = HTTPServer((option("--host"), int(option("--port"))), Handler)
     print("Starting vLLM server on", option("--port"), flush=True)

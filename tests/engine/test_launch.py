@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,37 @@ def test_start_reports_phases_in_order_and_stop_ends_every_process(
     engine.stop()
     assert not engine.alive()
     assert owned_processes(engine) == []
+
+
+def test_in_a_temp_folder_whose_name_is_long_sockets_lie_where_they_always_did(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    temp = tmp_path / ("t" * (106 - 37 - len(str(tmp_path)))) if len(str(tmp_path)) < 68 else tmp_path / "t"
+    temp.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temp))
+    monkeypatch.setenv("FAKE_VLLM", "serve")
+    engine.start()
+    assert (temp / "a-socket").exists()
+    engine.stop()
+    assert [path.name for path in temp.iterdir()] == ["a-socket"]
+
+
+@pytest.mark.parametrize("play", ["serve", "it dies"])
+def test_what_vllm_leaves_in_its_temp_folder_goes_with_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, play: str
+) -> None:
+    temp = Path(tempfile.mkdtemp(prefix="t"))  # short
+    monkeypatch.setattr(tempfile, "tempdir", str(temp))
+    monkeypatch.setenv("FAKE_VLLM", play)
+    if play == "serve":
+        engine.start()
+        assert [path.name for path in temp.glob("enginetemp-*/*")] == ["a-socket"]
+        engine.stop()
+    else:
+        with pytest.raises(EngineFailed):
+            engine.start()
+    temp.rmdir()  # or it is not empty
+    assert list((tmp_path / "owned").glob("*.json")) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from capture_proxy.engines.scripted import ScriptedEngine
 from harness_trainer.errors import ConfigError
 from harness_trainer.harnesses import load_harness
 from harness_trainer.harnesses.base import PLACEHOLDERS, render, render_env, render_files
+from harness_trainer.harnesses.command import pin_command
 from harness_trainer.rollouts.types import Outcome
 from tests.rollouts.rolling import roll
 
@@ -41,6 +42,19 @@ async def test_a_file_of_the_users_reaches_the_gateway_by_the_variables_of_every
     assert [request.messages[-1]["content"] for request in engine.requests] == ["Say moon."] * 3
     said = (tmp_path / "artifacts" / "g0-0-a" / "agent.stdout.log").read_text()
     assert said == "the moon, ${token} and two words ${home}\n", "what is the user's is not filled in"
+
+
+def test_a_pinned_command_takes_the_same_files_along_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "my agent.py").write_text("print('hm')\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    spec = "cmd:python3 'my agent.py' 'two words' /opt/x.py"
+    pinned, usual = pin_command(spec), load_harness(spec)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_harness(pinned) == usual
+    assert pin_command(pinned) == pinned
+    assert load_harness(spec).files == {}, "the test would pass without a pin"
+    assert pin_command("cmd:/opt/agents/run --fast") == "cmd:/opt/agents/run --fast"
 
 
 def test_all_keys_are_the_token_and_all_addresses_the_gateways():

@@ -1,0 +1,62 @@
+"""Settings of environment classes (`--env class:...`). Owns names, defaults and what of them is nonsense."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class EnvironmentClassConfig(BaseModel):
+    """A person's environment class, as TRL's `environment_factory` takes it; `loops.environment_class` has the rules.
+
+    Example: `EnvironmentClassConfig(target="wordle.py:WordleEnv", rewards=["wordle.py:reward_win"])`; its tasks are the
+    rows of `--tasks rows.jsonl`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["class"] = "class"
+    target: str = Field(
+        "",
+        validate_default=True,
+        description="the class, or a dict of classes by name: file.py:Name or package.module:Name",
+    )
+    name: str | None = Field(None, description="what metrics call it; null = the class's name")
+    rewards: list[str] = Field(
+        default_factory=list,
+        description="reward functions, called with environments=[...]: file.py:function or package.module:function; "
+        "their sum counts, with that of the class's own get_reward",
+    )
+    reward_weights: dict[str, float] = Field(
+        default_factory=dict, description="what each of them counts, by the function's or the class's name; else 1"
+    )
+    instances: Literal["fresh", "reused"] = Field(
+        "fresh",
+        description="an instance per episode, so that nothing of one is left in the next; or, as in TRL, instances "
+        "that `reset` alone makes ready again, for a class that takes long to construct",
+    )
+    stop_when_done: bool = Field(
+        False, description="the episode ends when the instance's attribute `done` is true; in TRL it goes on"
+    )
+    max_episodes: int | None = Field(None, ge=1, description="episodes open at once; null = as many as rollouts")
+
+    @field_validator("target")
+    @classmethod
+    def _target(cls, value: str) -> str:
+        if not value.rpartition(":")[0]:
+            raise ValueError("write file.py:Name or package.module:Name")
+        return value
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _rewards(cls, value: object) -> object:
+        return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+    @field_validator("reward_weights")
+    @classmethod
+    def _weights(cls, value: dict[str, float]) -> dict[str, float]:
+        if not all(math.isfinite(weight) for weight in value.values()):
+            raise ValueError("weights must be finite numbers")
+        return value
