@@ -27,6 +27,10 @@ def what_serves(url: str, *, model: str | None = None, key: str | None = None) -
     return asyncio.run(_what_serves(url, model, key))
 
 
+# Seconds for one answer. On a CPU that others use, the first one, which compiles, has taken more than a minute.
+_ANSWER_S = 300.0
+
+
 async def _what_serves(url: str, model: str | None, key: str | None) -> Capabilities:
     import httpx
 
@@ -34,7 +38,7 @@ async def _what_serves(url: str, model: str | None, key: str | None) -> Capabili
     from capture_proxy.errors import CaptureError
 
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_ANSWER_S, trust_env=False) as http:
         try:
             return await probe(http, model=model)
         except CaptureError as error:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from harness_trainer.errors import HarnessTrainerError, SetupError, TrainingFailed
 from harness_trainer.learner import checkpoints
+from harness_trainer.learner.base_weights import base_weights_kept
 from harness_trainer.learner.checkpoints import HarnessState
 from harness_trainer.learner.engine_presence import OneEngine, Sending
 from harness_trainer.learner.feeder import GroupFeeder
@@ -302,6 +303,12 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
     def _send(self) -> None:
         self.weight_transfer.next_version(self.model_version + 1)
         super()._sync_weight()
+
+    def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
+        """TRL folds an adapter into the base weights for the send and takes it out again."""
+        with base_weights_kept(self.accelerator.unwrap_model(self.model)):
+            marks: tuple[float, float, float] = super()._sync_weight_merged(t0)
+        return marks
 
     def send_again_if_lost(self) -> None:
         """To an engine that was started again: the weights that it lost, under the name that they have."""

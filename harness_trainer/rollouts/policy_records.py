@@ -231,10 +231,12 @@ class PolicyRecords(StoreFile):
             )
 
     def finish_evaluation(self, step: int, report: dict[str, Any], line: str) -> None:
-        """`report` gets the policy's version; `line` is for people."""
+        """`report` gets the policy's version; `line` is for people. Does nothing where the learner has gone back."""
         with self._write() as db:
-            (version,) = db.execute("SELECT policy_version FROM evaluations WHERE step = ?", (step,)).fetchone()
-            whole = {"step": step, "policy_version": version, **report}
+            row = db.execute("SELECT policy_version FROM evaluations WHERE step = ?", (step,)).fetchone()
+            if row is None:  # a restarted learner takes that step again (`forget_evaluations`)
+                return
+            whole = {"step": step, "policy_version": row[0], **report}
             db.execute(
                 "UPDATE evaluations SET finished_at = ?, report = ? WHERE step = ?",
                 (time.time(), json.dumps(whole), step),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from capture_proxy.admin_client import AdminClient
 from capture_proxy.errors import CaptureError
 from harness_trainer.rollouts.slots import Attempt
-from harness_trainer.rollouts.types import Job, RolloutResult
+from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
 
 log = logging.getLogger("harness_trainer.rollouts")
 
@@ -22,16 +22,22 @@ SEAL_TIMEOUT_S = 2.0  # cancelled rollouts of a run that is being stopped must n
 
 
 def sealing(admin: AdminClient, attempt: Attempt) -> Attempt:
-    """The attempt, which then seals its session when it is cancelled. It still ends only when all of it has ended."""
+    """The attempt, which then seals its session when it is cancelled, or failed before it was sealed.
+
+    It still ends only when all of it has ended.
+    """
 
     async def run(job: Job) -> RolloutResult:
         running = asyncio.ensure_future(attempt(job))
         try:
-            return await asyncio.shield(running)
+            result = await asyncio.shield(running)
         except asyncio.CancelledError:
             running.cancel()
             await asyncio.gather(seal(admin, job.rollout_id), running, return_exceptions=True)
             raise
+        if result.outcome is Outcome.INFRA_FAILED:  # wherever that was: what is left of its agent gets no more tokens
+            await seal(admin, job.rollout_id)
+        return result
 
     return run
 

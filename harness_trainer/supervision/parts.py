@@ -18,7 +18,7 @@ from harness_trainer.errors import HarnessTrainerError, TrainingFailed
 from harness_trainer.supervision.restarts import Restarts
 from sandboxes.lifecycle import LifecycleError, OwnedProcess
 
-STOP_GRACE_S = 3.0
+STOP_GRACE_S = 6.0  # Ctrl-C is to end everything within ten
 
 
 def _nothing() -> None:

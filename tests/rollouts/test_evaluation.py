@@ -208,6 +208,15 @@ async def test_steps_that_are_taken_again_are_evaluated_again(store):
     assert store.next_group_id() == 2
 
 
+async def test_an_evaluation_that_ends_after_the_learner_has_gone_back_behind_its_step_is_none(store):
+    store.open_group(0, "a", "h")
+    train(store, 0, 1)
+    store.start_evaluation(1, [("x", "h")])
+    store.rewind(0)
+    store.finish_evaluation(1, {"old": True}, "old")
+    assert store.evaluations() == [] and store.notes(0) == []
+
+
 async def test_rollouts_that_infra_spoils_are_tried_again_and_then_counted_as_unscored(store):
     async def attempt(job):
         return infra(job) if job.task.name == "y" else finished(job, Outcome.TRUNCATED, 1.0)

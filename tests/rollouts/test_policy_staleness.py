@@ -16,7 +16,7 @@ from harness_trainer.rollouts.policy_records import Versions
 from harness_trainer.rollouts.rollout import run_rollout
 from harness_trainer.rollouts.sealing import sealing
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.types import Job
+from harness_trainer.rollouts.types import Job, Outcome
 from tests.rollouts.policy import finished, infra, ready, run_until, sampled_by
 from tests.rollouts.rolling import CALL, rolling, shell_agent, task
 
@@ -408,3 +408,18 @@ async def test_cancelling_reaches_sandbox_session_and_engine_within_seconds(tmp_
         sessions = [(await means.admin.capture(f"g0-{n}-a")).session for n in range(4)]
         assert all(session.sealed for session in sessions)
         assert list((tmp_path / "boxes").glob("*")) == [], "sandboxes are gone before the places are free"
+
+
+async def test_a_rollout_that_the_machinery_spoils_while_its_agent_works_is_sealed(tmp_path):
+    engine = ScriptedEngine([Reply("hm", stall=True)])
+    async with rolling(tmp_path, engine, shell_agent(f"while true; do {CALL}; done")) as means:
+        attempt = sealing(means.admin, lambda job: run_rollout(job, means))
+        running = asyncio.ensure_future(attempt(Job("g0-0-a", 0, 0, task(tmp_path))))
+        async with asyncio.timeout(30):
+            while not engine.in_flight:
+                await asyncio.sleep(0.05)
+        await means.backend.__aexit__(None, None, None)  # every sandbox is taken away
+        result = await asyncio.wait_for(running, 60)
+        assert (result.outcome, result.failed_stage) == (Outcome.INFRA_FAILED, "agent")
+        assert (await means.admin.capture("g0-0-a")).session.sealed
+        assert engine.in_flight == 0
