@@ -10,6 +10,7 @@ MODULES = (
     "benchmarks.bridging",
     "benchmarks.sandboxes",
     "benchmarks.agent_start",
+    "benchmarks.loops",
     "benchmarks.packing",
     "benchmarks.step_overhead",
     "benchmarks.weight_sync",

@@ -32,6 +32,7 @@ _VOLATILE = re.compile(
     r"|\b1[6-9]\d{8}(?:\d{3}|\.\d+)?\b",  # Unix seconds or milliseconds
     re.DOTALL,
 )
+_SHORT = 1024  # characters of arguments that are worth remembering
 _EXACT = 2**53  # integers beyond are rounded by every agent that is written in JavaScript
 
 
@@ -291,6 +292,17 @@ def _reasoning(message: dict[str, Any]) -> str:
 
 def canonical_arguments(arguments: Any) -> str:
     """Arguments as text that is equal for every spelling of the same JSON; text that is not JSON stays as it is."""
+    if isinstance(arguments, str) and len(arguments) <= _SHORT:
+        return _canonical_short(arguments)
+    return _canonical_arguments(arguments)
+
+
+@lru_cache(maxsize=8192)  # every call of a session comes with all the tool calls before it
+def _canonical_short(arguments: str) -> str:
+    return _canonical_arguments(arguments)
+
+
+def _canonical_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
         if not arguments.strip():
             return "{}"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from harness_trainer.engine.config import EngineConfig
-from harness_trainer.environments import WHITE_BOX, EnvConfig, OwnConfig, as_env
+from harness_trainer.environments import WHITE_BOX, EnvConfig, OrsConfig, OwnConfig, as_env, env_of_tasks
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.supervision.restarts import RestartConfig
@@ -64,7 +64,9 @@ class SamplingConfig(BaseModel):
 
     model: str = Field("smollm2", description="smollm2, a Hugging Face id, or a model folder")
     tasks: str = Field(
-        "examples", description="folder with Harbor tasks, JSONL file, dataset (hf:owner/name@revision), or `examples`"
+        "examples",
+        description="folder with Harbor tasks, JSONL file, dataset (hf:owner/name@revision), `examples`, or an ORS "
+        "environment (train: ors:owner/name, ors:http://HOST:PORT)",
     )
     harness: str = Field(
         "opencode", description="agent: a shipped name or a YAML file; several with shares: opencode:3,pi:1"
@@ -87,10 +89,16 @@ class RunConfig(SamplingConfig):
     env: EnvConfig = Field(
         default_factory=OwnConfig,
         description="who runs tasks, agents and sandboxes: own (the three above), openenv-harbor:http://HOST:PORT, or "
-        "our own turns: loop:FILE:Class on the rows of --tasks rows.jsonl",
+        "our own turns on the rows of --tasks rows.jsonl: class:FILE:Class, openenv:URL, loop:FILE:Class "
+        "(--tasks ors:NAME_OR_URL sets it too)",
     )
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     keep_weights: bool = Field(False, description="keep the weights of every published policy, for audits")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_may_name_env(cls, data: Any) -> Any:
+        return env_of_tasks(data)
 
     @field_validator("env", mode="before")
     @classmethod
@@ -102,6 +110,8 @@ class RunConfig(SamplingConfig):
     def _one_says_what_runs(cls, value: EnvConfig, info: ValidationInfo) -> EnvConfig:
         # An environment whose turns are ours has rows as its tasks, and neither agents nor sandboxes.
         own = ("harness", "sandbox") if isinstance(value, WHITE_BOX) else ("tasks", "harness", "sandbox")
+        if isinstance(value, OrsConfig) and not str(info.data.get("tasks")).startswith("ors:"):
+            own = ("tasks", *own)
         for name in own:
             usual = cls.model_fields[name].get_default(call_default_factory=True)
             if value.type != "own" and info.data.get(name, usual) != usual:

@@ -35,7 +35,7 @@ from harness_trainer.learner.final_model import write_final_model
 from harness_trainer.learner.launch import module_of, on_other_machines, pinned
 from harness_trainer.learner.sync_config import LoraSync, NcclSync
 from harness_trainer.learner.trackers import require_trackers
-from harness_trainer.loops import inspect_source, pin_env
+from harness_trainer.loops import inspect_source, pin_env, pin_rows
 from harness_trainer.progress import Progress
 from harness_trainer.rewards.custom import load_reward, pin_reward
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
@@ -198,8 +198,8 @@ class Supervisor:
     def _white_box(self) -> tuple[list[Task], Workload]:
         """An environment whose turns are ours, or a loop: made and asked here for its tasks, before anything slow."""
         env, evaluation = self._config.env, self._config.rollouts.evaluation.tasks
-        rows = str(Path(self._config.tasks).expanduser().resolve())
-        held_out = None if evaluation is None else str(Path(evaluation).expanduser().resolve())
+        rows = pin_rows(env, self._config.tasks)
+        held_out = None if evaluation is None else pin_rows(env, evaluation, held_out=True)
         name, tasks = asyncio.run(inspect_source(env, rows))
         everything = [*tasks, *(asyncio.run(inspect_source(env, held_out))[1] if held_out else [])]
         return everything, Workload(rows, name, {name: Path()}, len(tasks), held_out)

@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "docker_engine" in getattr(item, "fixturenames", ()):
             item.add_marker("docker")
+    # The long rooms first, or one process ends up alone with them.
+    items.sort(key=lambda item: _LONG_FIRST.get(_room(item.nodeid.partition("::")[0]).partition(":")[0], 2))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,15 +80,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             return _room(nodeid.partition("::")[0])
 
+    config.option.loadscopereorder = False  # by their number of tests, which says nothing: keep our order
     return Rooms(config, log)
+
+
+_LONG_FIRST = {"containers": 0, "e2e": 1}
 
 
 @functools.cache
 def _room(file: str) -> str:
-    """The folder of a test file. All that count containers or bomb the machine are one room."""
+    """The folder of a test file; whole runs need nothing of each other, so each file of them is one.
+
+    All that count containers or bomb the machine are one room.
+    """
     room = Path(file).parts[1]
     alone = room in ("sandboxes", "rewards") or "docker_engine" in Path(__file__).parents[1].joinpath(file).read_text()
-    return "containers" if alone else room
+    if alone:
+        return "containers"
+    return f"{room}:{Path(file).name}" if room == "e2e" else room
 
 
 def _tls() -> dict[str, object]:

@@ -66,7 +66,7 @@ class OwnLoopConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["loop"] = "loop"
-    target: str = Field("", description="the class: file.py:Name or package.module:Name")
+    target: str = Field("", validate_default=True, description="the class: file.py:Name or package.module:Name")
     name: str | None = Field(None, description="what metrics call it; null = the class's name")
 
     @field_validator("target")

@@ -34,4 +34,4 @@ def base_weights_kept(model: torch.nn.Module) -> Iterator[None]:
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """The part of a sharded tensor that this process holds."""
     to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()  # type: ignore[no-any-return]
+    return weight if to_local is None else to_local()

@@ -106,12 +106,17 @@ class ClassEpisode:
         return opening(prompt, said, f"{self._held.kind.name}.reset")
 
     async def rewards(self, transcript: Transcript) -> Scores:
-        """Raises RewardFailed, EnvironmentFault."""
+        """Raises RewardFailed, EpisodeLost, EnvironmentFault."""
         held, named = self._held, self._rewards
         sample = Sample(held.instance, self._row, transcript, self.facts)
         by_name: dict[str, float | None] = {}
         for function in named.functions:
-            by_name[function.name] = (await function.score([sample], held.thread.call))[0]
+            try:
+                (by_name[function.name],) = await function.score([sample], held.thread.call)
+            except RewardFailed as error:
+                if not session_lost(error):
+                    raise
+                raise EpisodeLost(str(error)) from error  # it asked an environment that is gone
         if held.kind.rewards:
             by_name[named.own[held.kind.name]] = await self._own_reward()
         return Scores(by_name, named.weights)
@@ -158,10 +163,10 @@ class ClassEpisode:
 
 def opening(prompt: list[Message], said: Any, where: str) -> list[Message]:
     """The prompt with what `reset` said behind its last message, as TRL puts it there."""
-    if said is None:
+    if said is None or (isinstance(said, str | list) and not said):
         if not any(message.get("content") for message in prompt):
             raise EnvironmentFault(
-                f"the row has no prompt and {where} gave None: add a column `prompt`, or return the first observation"
+                f"the row has no prompt and {where} gave nothing: add a column `prompt`, or return an observation"
             )
         return prompt
     last = prompt[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from capture_proxy.engines.base import Engine
 from capture_proxy.rendering import Bridging
 from capture_proxy.trace import to_row_trace
 from capture_proxy.types import Capture, SessionPolicy
-from harness_trainer.loops.base import LoopLimits, Message, Reply
-from harness_trainer.loops.tool_loop import run_episode
+from harness_trainer.loops.base import Message, Model, Reply
 from tests.capture.serving import served
-from tests.loops.playing import Game, model_side
+from tests.loops.playing import model_side
+
+Play = Callable[[Model], Awaitable[object]]
 
 
 class HttpModel:
@@ -37,7 +38,7 @@ class HttpModel:
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         # As JavaScript writes it: half a surrogate pair is escaped, and gets through.
-        answer = await self._http.post("/v1/chat/completions", content=json.dumps(body).encode(), timeout=60)
+        answer = await self._http.post("/v1/chat/completions", content=json.dumps(body).encode(), timeout=400)
         answer.raise_for_status()
         data = answer.json()
         choice, usage = data["choices"][0], data["usage"]
@@ -49,49 +50,20 @@ class HttpModel:
         raise NotImplementedError("these conversations have no budget of their own")
 
 
-class Asking:
-    """A model that every call asks with these sampling fields too."""
-
-    def __init__(self, model: Any, **sampling: Any) -> None:
-        self._model, self._sampling = model, sampling
-
-    async def chat(self, messages: Any, tools: Any = (), *, max_tokens: int | None = None) -> Reply:
-        return await self._model.chat(messages, tools, max_tokens=max_tokens, **self._sampling)
-
-    async def count(self, messages: Any, tools: Any = ()) -> int:
-        return await self._model.count(messages, tools)
-
-
-async def by_http(
-    engine: Engine,
-    folder: Path,
-    opening: list[Message],
-    game: Game,
-    bridging: Bridging,
-    policy: SessionPolicy,
-    **more: Any,
-) -> Capture:
+async def by_http(engine: Engine, folder: Path, play: Play, bridging: Bridging, policy: SessionPolicy) -> Capture:
     async with served(engine, folder / "http.sqlite", bridging=bridging) as gateway:
         await gateway.gateway.bridger.ready()
         session = await gateway.admin.mint("same", policy, {})
         async with gateway.http(session) as http:
-            await run_episode(game, opening, Asking(HttpModel(http), **more), LoopLimits())
+            await play(HttpModel(http))
         await gateway.admin.seal("same")
         return await gateway.admin.capture("same")
 
 
-async def in_process(
-    engine: Engine,
-    folder: Path,
-    opening: list[Message],
-    game: Game,
-    bridging: Bridging,
-    policy: SessionPolicy,
-    **more: Any,
-) -> Capture:
+async def in_process(engine: Engine, folder: Path, play: Play, bridging: Bridging, policy: SessionPolicy) -> Capture:
     async with model_side(engine, folder / "own.sqlite", bridging=bridging) as side:
         async with side.session("same", policy, {}) as session:
-            await run_episode(game, opening, Asking(session.endpoint, **more), LoopLimits())
+            await play(session.endpoint)
             return await session.capture()
 
 

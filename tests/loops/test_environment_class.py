@@ -322,6 +322,47 @@ async def test_a_constructor_that_fails_later_loses_the_episode(tmp_path):
                 pass
 
 
+async def test_every_method_may_be_async(tmp_path):
+    body = """
+async def reset(self, **kwargs): return "later"
+async def go(self) -> str:
+    '''Go.'''
+    return "gone"
+async def get_reward(self): return 0.25
+"""
+    environment = written(tmp_path, env(body))
+    async with environment, episode(environment) as one:
+        assert (await one.start())[-1]["content"] == "Play. later"
+        assert await called(one, "go") == "gone"
+        assert (await one.rewards(over([]))).by_name == {"Env": 0.25}
+
+
+@pytest.mark.parametrize("said", ["''", "[]", "None"])
+async def test_an_empty_observation_is_none(tmp_path, said):
+    environment = written(tmp_path, env(f"def reset(self, **kwargs): return {said}"), "score")
+    async with environment, episode(environment) as one:
+        assert await one.start() == PROMPT
+
+
+@pytest.mark.parametrize("said", ["3", "['text']", "{'a': 1}"])
+async def test_an_observation_of_another_kind_is_a_fault(tmp_path, said):
+    environment = written(tmp_path, env(f"def reset(self, **kwargs): return {said}"), "score")
+    async with environment, episode(environment) as one:
+        with pytest.raises(EnvironmentFault, match=r"Env.reset gave"):
+            await one.start()
+
+
+async def test_a_reward_function_whose_environment_is_gone_loses_the_episode(tmp_path):
+    lost = (
+        "class SessionLostError(Exception): ...\ndef ask(environments, **kwargs):\n    raise SessionLostError('gone')\n"
+    )
+    environment = written(tmp_path, lost + env("x = 1"), "ask")
+    async with environment, episode(environment) as one:
+        await one.start()
+        with pytest.raises(EpisodeLost, match="the reward function ask raised SessionLostError: gone"):
+            await one.rewards(over([]))
+
+
 @pytest.mark.parametrize("stop", [False, True])
 async def test_done_ends_an_episode_only_where_it_is_asked_to(tmp_path, stop):
     environment = written(tmp_path, env("done = True"), "score", stop_when_done=stop)

@@ -114,7 +114,10 @@ async def test_a_sealed_session_makes_no_call(tmp_path, store):
 async def test_two_pipelines_write_one_store_at_once(tmp_path, store):
     """As a runner beside a gateway: neither loses a turn of its own sessions."""
     engine = ScriptedEngine("hi")
-    async with model_side(engine, tmp_path / "store.sqlite") as one, model_side(engine, tmp_path / "store.sqlite") as two:
+    async with (
+        model_side(engine, tmp_path / "store.sqlite") as one,
+        model_side(engine, tmp_path / "store.sqlite") as two,
+    ):
 
         async def converse(side, name):
             async with side.session(name, SessionPolicy(), {}) as session:
@@ -122,5 +125,7 @@ async def test_two_pipelines_write_one_store_at_once(tmp_path, store):
                     await session.endpoint.chat(ASK)
                 return [turn.index for turn in (await session.capture()).turns]
 
-        found = await asyncio.gather(*(converse(side, f"{i}-{n}") for n in range(8) for i, side in enumerate((one, two))))
+        found = await asyncio.gather(
+            *(converse(side, f"{i}-{n}") for n in range(8) for i, side in enumerate((one, two)))
+        )
     assert found == [list(range(10))] * 16

@@ -6,22 +6,26 @@ import json
 
 import pytest
 
+from harness_trainer.environments import OwnConfig, OwnLoopConfig
 from harness_trainer.loops import inspect_source, open_source, pin_env
 from harness_trainer.loops.base import ROW, EnvironmentFault
 from harness_trainer.loops.loading import load_target, pin_target
 from harness_trainer.loops.rows import load_rows, prompt_of
-from harness_trainer.environments import OwnConfig, OwnLoopConfig
 
 
 def written(tmp_path, *lines):
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines)
+    )
     return path
 
 
 def test_each_line_is_a_task_with_its_columns(tmp_path):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Guess.\u2028 Now."}]
-    tasks = load_rows(written(tmp_path, {"prompt": "Say moon.", "n": 3}, "", {"prompt": chat, "name": "guess"}, {"n": 1}))
+    tasks = load_rows(
+        written(tmp_path, {"prompt": "Say moon.", "n": 3}, "", {"prompt": chat, "name": "guess"}, {"n": 1})
+    )
     assert [task.name for task in tasks] == ["row-00000", "guess", "row-00002"]
     assert [task.instruction for task in tasks] == ["Say moon.", "Guess.\u2028 Now.", ""]
     assert tasks[0].metadata[ROW] == {"prompt": "Say moon.", "n": 3}

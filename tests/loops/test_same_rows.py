@@ -12,7 +12,8 @@ from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from capture_proxy.families import load
 from capture_proxy.rendering import Bridging
 from capture_proxy.types import SessionPolicy
-from harness_trainer.loops.base import ToolReply
+from harness_trainer.loops.base import LoopLimits, ToolReply
+from harness_trainer.loops.tool_loop import run_episode
 from tests.capture.rendering_cases import FAMILIES, tokenizer_folder
 from tests.loops.both_ways import by_http, in_process, rows
 from tests.loops.playing import Game, tool
@@ -33,11 +34,15 @@ def shell():
     return Game([tool("sh", run, command="string")])
 
 
+async def play(model):
+    await run_episode(shell(), OPENING, model, LoopLimits())
+
+
 async def both(make_engine, folder, bridging):
     made = []
     for way in (by_http, in_process):
         engine = make_engine()
-        made.append((engine, await way(engine, folder, OPENING, shell(), bridging, POLICY)))
+        made.append((engine, await way(engine, folder, play, bridging, POLICY)))
     return made
 
 
