@@ -142,7 +142,7 @@ async def run_episode(
 
     Raises EpisodeLost, EnvironmentFault, and CaptureError of the model side but for limits, which are ends.
     """
-    turns = _Turns(episode, list(opening), model, limits, time_s)
+    turns = _Turns(episode, [_shown(message, limits) for message in opening], model, limits, time_s)
     ended = turns.ended
     try:
         ended.how = await turns.run()
@@ -259,6 +259,14 @@ class _Turns:
             if until != own:
                 raise _OutOfTime from error
             return ToolReply(error_content(f"{name} took more than {limit_s:g} s and was given up"), failed=True)
+
+
+def _shown(message: Message, limits: LoopLimits) -> Message:
+    """An opening message; what the model cannot see of it becomes a note, as in a tool's reply."""
+    content = message.get("content")
+    if limits.images or not isinstance(content, list) or all(part.get("type") == "text" for part in content):
+        return message
+    return {**message, "content": bounded(content, max_chars=_MANY, images=False)}
 
 
 def _arguments(arguments: Any) -> dict[str, Any] | str:

@@ -20,7 +20,7 @@ def ors(url: str, env_name: str | None = None, **settings: Any) -> OrsEnvironmen
 
 @contextlib.asynccontextmanager
 async def episode(environment: OrsEnvironment, number: int = 0) -> AsyncIterator[OrsEpisode]:
-    """An episode of the open environment's task of this number, started; `opening` is an attribute of this module."""
+    """An episode of the open environment's task of this number, not started."""
     task = (await environment.tasks())[number]
     async with environment.episode(task, f"g0-{number}-a") as one:
         yield one

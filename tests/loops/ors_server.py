@@ -47,7 +47,7 @@ def running(*names: str, script: Path = SERVER, args: tuple[str, ...] = ()) -> I
     env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
     process = subprocess.Popen(
         [sys.executable, str(script), *(each.format(port=port) for each in args or ("{port}", *names))],
-        env={**env},
+        env=env,
         stdout=subprocess.DEVNULL,
     )
     url = f"http://127.0.0.1:{port}"

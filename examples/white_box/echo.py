@@ -1,0 +1,154 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["harness-trainer", "openenv==0.10.0", "uvicorn"]
+# ///
+r"""Echo: the environment says back what it is told, and the longer it is the more it earns.
+
+The smallest environment class: one OpenEnv client per episode, one tool, one reward function.
+
+    python examples/white_box/echo.py --local --model smollm2 --run-dir runs/echo
+
+Without --local it is played in the Space whose address is below; many rollouts at once need a copy of your own, with
+MAX_CONCURRENT_ENVS set. The class is the one of OpenEnv's guide:
+
+    harness-trainer train --env class:examples/white_box/echo.py:EchoEnv \
+        --env.rewards examples/white_box/echo.py:reward_length --tasks echo-rows.jsonl ...
+    harness-trainer train --env openenv:local:examples/white_box/echo.py:app --tasks echo-rows.jsonl ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ECHO_URL = "https://openenv-echo-env.hf.space"
+PROMPT = "Try to echo 'Hello World!' in the environment."
+
+
+class EchoEnv:
+    """What the model plays."""
+
+    def __init__(self) -> None:
+        from openenv.core import GenericEnvClient
+
+        self.client = GenericEnvClient(base_url=os.environ.get("ECHO_URL", ECHO_URL))
+        self.reward = 0.0
+
+    def reset(self, **columns: Any) -> str | None:
+        self.client.reset()
+        self.reward = 0.0
+        return None
+
+    def echo(self, message: str) -> str:
+        """
+        Echo the message back from the environment.
+
+        Args:
+            message: The message to echo
+
+        Returns:
+            The echoed message.
+        """
+        result = self.client.step({"message": message})
+        self.reward = result.reward
+        return str(result.observation["echoed_message"])
+
+
+def reward_length(environments: list[EchoEnv], **kwargs: Any) -> list[float | None]:
+    return [environment.reward for environment in environments]
+
+
+def rows(count: int = 64) -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": PROMPT}]}] * count
+
+
+# -- the server, as the Space runs it ----------------------------------------------------------------------------------
+
+
+def app() -> Any:
+    """An OpenEnv server of Echo. OpenEnv is imported here: it takes seconds, and the class above needs none of it."""
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class EchoAction(Action):
+        """Echo the message back."""
+
+        message: str
+
+    class EchoObservation(Observation):
+        echoed_message: str = ""
+        message_length: int = 0
+
+    class Echo(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._state = State()
+
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> EchoObservation:
+            self._state = State(episode_id=episode_id)
+            return EchoObservation(echoed_message="Echo environment ready!")
+
+        def step(self, action: EchoAction, timeout_s: float | None = None, **_: Any) -> EchoObservation:
+            self._state.step_count += 1
+            length = len(action.message)
+            return EchoObservation(echoed_message=action.message, message_length=length, reward=length * 0.1)
+
+        @property
+        def state(self) -> State:
+            return self._state
+
+    places = int(os.environ.get("MAX_CONCURRENT_ENVS", "64"))
+    return create_fastapi_app(Echo, EchoAction, EchoObservation, max_concurrent_envs=places)
+
+
+# -- running it --------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Write the rows, and train on them with the rest of the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local", action="store_true", help="serve the environment here, not in the Space")
+    parser.add_argument("--rows", type=Path, default=Path("echo-rows.jsonl"), help="where to write the rows")
+    args, rest = parser.parse_known_args()
+    args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    here = Path(__file__).resolve()
+    with local_server() if args.local else contextlib.nullcontext(ECHO_URL) as url:
+        command = ["harness-trainer", "train", "--env", f"class:{here}:EchoEnv", "--tasks", str(args.rows)]
+        rewards = ",".join(f"{here}:{reward.__name__}" for reward in (reward_length,))
+        command += ["--env.rewards", rewards, "--env.stop-when-done", "true", *rest]
+        return subprocess.run(command, env={**os.environ, "ECHO_URL": url}, check=False).returncode
+
+
+@contextlib.contextmanager
+def local_server() -> Iterator[str]:
+    """The address of this file's own server, in a thread."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app(), host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise SystemExit("the environment's server did not start; its error is above")
+        time.sleep(0.05)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""How many sessions a server is asked for at once.
+
+Owns the count. The limit is known when the environment is opened, or learned from the first refusal. Called by
+`environment`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Places:
+    """A semaphore whose limit can fall while places are held. `limit` None = none is known."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._num_held = 0
+        self._freed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        async with self._freed:
+            await self._freed.wait_for(lambda: self.limit is None or self._num_held < self.limit)
+            self._num_held += 1
+        try:
+            yield
+        finally:
+            self._num_held -= 1  # before anything is awaited, so that a cancelled holder gives its place back too
+            await asyncio.shield(self._tell())
+
+    def learn(self, limit: int | None) -> bool:
+        """What a refusal says. Whether that is news, and there are more holders than places."""
+        if limit is None or limit < 1 or (self.limit is not None and limit >= self.limit):
+            return False
+        self.limit = limit
+        return self._num_held > limit
+
+    async def _tell(self) -> None:
+        async with self._freed:
+            self._freed.notify_all()
