@@ -226,7 +226,6 @@ def test_an_update_left_open_by_a_dead_trainer_is_taken_over(
 ) -> None:
     for path in ("pause?mode=keep", "start_weight_update"):
         assert httpx.post(f"{tiny_engine.base_url}/{path}", timeout=60).status_code == 200
-    transfer.init_weight_transfer()
-    assert len(sample(tiny_engine.base_url, prompt(6), 4)["token_ids"]) == 4
+    transfer.init_weight_transfer()  # the engine stays paused: half of the dead trainer's weights may be in it
     publish(transfer, policy, 8)
     assert difference(policy, prompt(6), sample(tiny_engine.base_url, prompt(6))) < TOLERANCE

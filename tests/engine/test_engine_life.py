@@ -61,7 +61,7 @@ def test_the_engine_and_its_core_die_with_a_killed_owner(model: ModelInfo) -> No
     for line in owner.stdout:
         if line.strip() in ("loading weights", "preparing weights", "warming up", "opening the port"):
             break
-    (record,) = (folder / "owned").glob("*.json")
+    (record,) = (folder / "owned").glob("engine-*.json")  # beside that of its temp folder
     assert len(marked(record.stem)) >= 3  # supervisor, API server, engine core
     owner.send_signal(signal.SIGKILL)
     owner.wait()
