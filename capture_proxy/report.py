@@ -61,8 +61,10 @@ def _emptiness(agent: list[Turn], trained: set[str], level: str) -> list[Finding
         codes = Counter(f.code for t in agent for f in t.findings if f.severity is Severity.FATAL)
         states = Counter(t.status.value for t in agent if t.status is not TurnStatus.OK)
         why = ", ".join(f"{name} {n}x" for name, n in (codes + states).most_common(4)) or "nothing was sampled"
-        findings.append(Finding(Severity.FATAL, "nothing_trainable", f"none of {len(agent)} turns: {why}"))
-    if level == "text":
+        errors = [t.error for t in agent if t.error]
+        last = f"; the last failed with: {errors[-1]}" if errors else ""
+        findings.append(Finding(Severity.FATAL, "nothing_trainable", f"none of {len(agent)} turns: {why}{last}"))
+    if level == "text" and any(t.status is not TurnStatus.FAILED for t in agent):
         findings.append(Finding(Severity.WARN, "text_only", "the engine gave no token ids: for evaluation only"))
     if len(agent) == 1:
         findings.append(Finding(Severity.WARN, "degenerate_rollout", "exactly one model call for the whole task"))

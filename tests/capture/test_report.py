@@ -42,6 +42,16 @@ def test_turns_that_are_all_in_doubt_say_why_nothing_is_trained() -> None:
     assert found["nothing_trainable"].severity is Severity.FATAL and "aborted" in found["nothing_trainable"].detail
 
 
+def test_a_rollout_whose_only_call_was_refused_says_by_what_and_nothing_of_the_engines_ids() -> None:
+    session = Recording()
+    session.work(TASK, 1, ids=False)
+    session.turns[0].status = TurnStatus.FAILED
+    session.turns[0].error = "prompt of 700 tokens does not fit a context of 512"
+    found = {f.code: f for f in report_of(session).findings}
+    assert "does not fit a context of 512" in found["nothing_trainable"].detail
+    assert "text_only" not in found
+
+
 def test_an_engine_without_ids_is_for_evaluation_only() -> None:
     session = Recording()
     session.work(TASK, 3, ids=False)
