@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "docker_engine" in getattr(item, "fixturenames", ()):
             item.add_marker("docker")
     # The long rooms first, or one process ends up alone with them.
-    items.sort(key=lambda item: _LONG_FIRST.get(_room(item.nodeid.partition("::")[0]).partition(":")[0], 2))
+    items.sort(key=lambda item: _LONG_FIRST.get(item.nodeid.split("/")[1], len(_LONG_FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,20 +84,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return Rooms(config, log)
 
 
-_LONG_FIRST = {"containers": 0, "e2e": 1}
+# Folders, longest first. The first two start engines and whole runs, each of which wants the machine to itself.
+_LONG_FIRST = {
+    name: place for place, name in enumerate(("e2e", "engine", "sandboxes", "learner", "capture", "rewards"))
+}
 
 
 @functools.cache
 def _room(file: str) -> str:
-    """The folder of a test file; whole runs need nothing of each other, so each file of them is one.
+    """The folder of a test file; of files that use Docker (what they count there bears their own labels), each is one.
 
-    All that count containers or bomb the machine are one room.
+    All that start engines and whole runs are one room, and all that bomb sandboxes.
     """
     room = Path(file).parts[1]
-    alone = room in ("sandboxes", "rewards") or "docker_engine" in Path(__file__).parents[1].joinpath(file).read_text()
-    if alone:
-        return "containers"
-    return f"{room}:{Path(file).name}" if room == "e2e" else room
+    uses_docker = "docker_engine" in Path(__file__).parents[1].joinpath(file).read_text()
+    if uses_docker and room not in ("sandboxes", "rewards"):
+        return f"{room}:{Path(file).name}"
+    return "engines" if room in ("e2e", "engine") else room
 
 
 def _tls() -> dict[str, object]:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -17,53 +16,31 @@ import pytest
 
 from capture_proxy.engines.scripted import ScriptedEngine
 from harness_trainer.cache import cache_dir
-from harness_trainer.errors import ConfigError, SetupError, TaskError
+from harness_trainer.errors import SetupError, TaskError
 from harness_trainer.harnesses import load_harness
-from harness_trainer.harnesses.base import PLACEHOLDERS, Harness
-from harness_trainer.harnesses.harbor_agent import WORKER, order_for, worker_env
 from harness_trainer.harnesses.install import ensure_installed
 from harness_trainer.qualify.bench import Setting
-from harness_trainer.qualify.check import harness_names, qualify, scenarios_of
+from harness_trainer.qualify.check import qualify, scenarios_of
 from harness_trainer.qualify.verdict import Verdict
-from harness_trainer.rollouts.config import RolloutConfig
-from harness_trainer.rollouts.mix import load_mix
 from harness_trainer.rollouts.rollout import run_rollout
 from harness_trainer.rollouts.types import Job, Outcome
 from harness_trainer.tasks import Task
-from sandboxes import bubblewrap
 from sandboxes.base import BoxSpec, NetworkMode
 from sandboxes.docker import DockerConfig
 from sandboxes.harbor import PYTHON_VARIABLE
 from sandboxes.local import LocalConfig
 from sandboxes.processes import read_proc
+from tests.harnesses.conftest import own
 from tests.rollouts.rolling import roll, rolling, task
 
 pytestmark = pytest.mark.harbor
 
-OWN = "harbor_own_agents:Own"
 # Scores 1 when the file has the word, else 0.
 VERIFY = """
 R=0
 grep -q moon answer.txt && R=1
 echo $R > "${SANDBOX_ROOT:-}/logs/verifier/reward.txt"
 """
-
-
-@pytest.fixture
-def harbor(harbor_python, monkeypatch):
-    """Harbor is there, and the agents of the tests; keys in this environment are not for them."""
-    if (problem := bubblewrap.find().problem) is not None:
-        pytest.skip(f"{problem}: without it the local sandbox has no root of its own")
-    monkeypatch.setenv(PYTHON_VARIABLE, harbor_python)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-this-machine")
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-
-
-def own(agent=OWN, *, env=None, **options) -> Harness:
-    skip = options.pop("skip_install", None)
-    data = {"agent": agent, "options": options, "skip_install": skip}
-    return Harness.model_validate({"name": "own", "harbor": data, "env": env or {}})
 
 
 def asked(tmp_path, instruction, **settings):
@@ -78,133 +55,7 @@ def nothing_is_left(tmp_path):
     assert list((tmp_path / "boxes").glob("*")) == [] and list((tmp_path / "owned").glob("*.json")) == []
 
 
-# --- what a spec means ---------------------------------------------------------------------------------------------
-
-
-def test_a_name_a_class_and_a_file_are_harnesses_of_harbors(tmp_path):
-    named = load_harness("harbor:terminus-2")
-    assert (named.name, named.harbor.agent, named.argv, named.closed_status) == (
-        "harbor:terminus-2",
-        "terminus-2",
-        [],
-        401,
-    )
-    assert load_harness("harbor:claude-code").dialect == "anthropic", "as our own adapter of it says"
-    assert load_harness("harbor:my.module:Agent").harbor.agent == "my.module:Agent"
-    file = tmp_path / "mine.yaml"
-    file.write_text("name: mine\nharbor: {agent: terminus-2, options: {max_turns: 3}}\nenv: {A: '${model}'}\n")
-    assert (load_harness(str(file)).harbor.options, load_harness(str(file)).closed_status) == ({"max_turns": 3}, 401)
-    mix = load_mix("harbor:terminus-2:3,pyagent,harbor:m:Class:2", [], RolloutConfig())
-    assert mix.shares == {"harbor:terminus-2": 3, "pyagent": 1, "harbor:m:Class": 2}
-    assert harness_names("harbor:terminus-2,pi") == ["harbor:terminus-2", "pi"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("name: x\nharbor: {agent: a}\nargv: [sh]", "one of the two"),
-        ("name: x\ndialect: openai_chat\noutput: {type: text}", "one of the two"),
-        ("name: x\nharbor: {agent: a}\nstdin: hello", "no stdin"),
-        ("name: x\nharbor: {agent: a}\nintercept: {host: api.example}", "by a base URL only"),
-        ("name: x\nharbor: {agent: a, model: m}", "extra"),
-        ("name: x\nharbor: {agent: ''}", "at least 1"),
-    ],
-)
-def test_an_adapter_that_means_nothing_is_refused(tmp_path, text, said):
-    (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        load_harness(str(tmp_path / "mine.yaml"))
-
-
-def test_a_spec_without_an_agent_is_refused():
-    with pytest.raises(ConfigError, match="names no agent"):
-        load_harness("harbor:")
-
-
 # --- at the start of a run -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("harness", "said"),
-    [
-        (own("no-such-agent"), r"Harbor has no agent 'no-such-agent': it knows .*mini-swe-agent.*terminus-2"),
-        (own("no_such_module:Agent"), "Failed to import module 'no_such_module'"),
-        (own("harbor_own_agents:NoSuch"), "has no class 'NoSuch'"),
-        (own("harbor_own_agents:NoAgent"), "is no agent"),
-        (own("cursor-cli"), "another model endpoint"),
-        (own("oracle"), "another model endpoint"),
-        (own("terminus-2", max_turn=3), "Unknown option 'max_turn'"),
-        (own("terminus-2", skip_install=True), "skip_install is for agents that Harbor installs"),
-    ],
-)
-def test_an_agent_that_harbor_does_not_have_is_an_error_at_start(harbor, tmp_path, harness, said):
-    with pytest.raises(ConfigError, match=said):
-        ensure_installed(harness, tmp_path, print)
-
-
-def test_an_agent_that_harbor_has_is_none(harbor, tmp_path):
-    ensure_installed(own("terminus-2", max_turns="${max_turns}"), tmp_path, print)
-    ensure_installed(own("harbor_own_agents:Installed"), tmp_path, print)
-
-
-def test_without_harbor_the_error_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "absent"))
-    with pytest.raises(SetupError, match=f"make setup-harbor.*{PYTHON_VARIABLE}"):
-        ensure_installed(load_harness("harbor:terminus-2"), tmp_path, print)
-    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)  # a Python without it
-    with pytest.raises(SetupError, match="cannot run Harbor.*No module named 'harbor'.*make setup-harbor"):
-        ensure_installed(load_harness("harbor:terminus-2"), tmp_path, print)
-
-
-# What Harbor's own classes make of our connection: agent -> model, address, variables of the agent's programs.
-CONNECTIONS = {
-    "terminus-2": ("openai/org/m", "http://host:1/v1", {"OPENAI_API_KEY": "TOKEN"}),
-    "mini-swe-agent": (
-        "openai/org/m",
-        "http://box:2/v1",
-        {
-            "OPENAI_API_KEY": "TOKEN",
-            "OPENAI_API_BASE": "http://box:2/v1",
-            "OPENAI_BASE_URL": "http://box:2/v1",
-        },
-    ),
-    "claude-code": (
-        "anthropic/org/m",
-        "http://box:2",
-        {"ANTHROPIC_API_KEY": "TOKEN", "ANTHROPIC_AUTH_TOKEN": "", "ANTHROPIC_BASE_URL": "http://box:2"},
-    ),
-    "codex": ("openai/org/m", "http://box:2/v1", {"OPENAI_API_KEY": "TOKEN", "OPENAI_BASE_URL": "http://box:2/v1"}),
-    "gemini-cli": (
-        "gemini/org/m",
-        "http://box:2",
-        {"GEMINI_API_KEY": "TOKEN", "GOOGLE_GEMINI_BASE_URL": "http://box:2"},
-    ),
-    "pi": ("openai/org/m", "http://box:2/v1", {"OPENAI_API_KEY": "TOKEN"}),
-}
-IN_HARBORS_PYTHON = """
-import importlib.util, json, pathlib, sys
-spec = importlib.util.spec_from_file_location("harbor_worker", sys.argv[1])
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
-made = {}
-for name, order in json.loads(sys.argv[2]).items():
-    agent = worker.make_agent(worker.agent_class(order), order, pathlib.Path(sys.argv[3]))
-    connection = agent.model_connection
-    assert connection.api_key == "TOKEN", name
-    made[name] = [agent.model_name, connection.execution_base_url, dict(connection.env)]
-print(json.dumps(made))
-"""
-
-
-def test_each_agents_own_idea_of_a_connection_leads_to_the_gateway_with_the_token(harbor, harbor_python, tmp_path):
-    values = {name: 1000 if name in ("context", "max_tokens", "max_turns") else name for name in PLACEHOLDERS}
-    about = {"rollout": "r", "token": "TOKEN", "urls": {"host": "http://host:1", "sandbox": "http://box:2"}}
-    orders = {name: order_for(own(name), values | {"model": "org/m"}) | about for name in CONNECTIONS}
-    argv = [harbor_python, "-P", "-c", IN_HARBORS_PYTHON, str(WORKER), json.dumps(orders), str(tmp_path)]
-    asked_it = subprocess.run(argv, env=worker_env(tmp_path), capture_output=True, text=True, timeout=120, check=False)
-    assert asked_it.returncode == 0, asked_it.stderr
-    made = json.loads(asked_it.stdout.splitlines()[-1])
-    assert {name: tuple(connection) for name, connection in made.items()} == CONNECTIONS
 
 
 async def test_a_worker_that_does_not_start_ends_the_run_with_its_words(monkeypatch, tmp_path):
@@ -251,23 +102,26 @@ async def test_in_a_container_what_harbor_does_as_root_is_roots(harbor, tmp_path
     assert (kept(tmp_path) / "harbor" / "agent" / "inside.txt").read_text() == "from inside\n"
 
 
-@pytest.mark.parametrize(("before", "there"), [(None, "2.0"), ("1.0", "absent")])
-async def test_harbor_installs_only_what_is_not_there(harbor, tmp_path, before, there):
-    (tmp_path / "files").mkdir()
-    if before is not None:
-        (tmp_path / "files" / "installed-before").write_text(before)
-    verify = f'[ "$(cat how.txt)" = {there} ] || exit 1\n{VERIFY}'
-    job_task = Task("go", tmp_path, "go", verify_script=verify, box=BoxSpec("go", build_dir=tmp_path / "files"))
-    result = await roll(tmp_path, ScriptedEngine("moon"), own("harbor_own_agents:Installed"), job_task=job_task)
-    assert (result.outcome, result.reward) == (Outcome.OK, 1.0), result.detail
-    assert result.num_turns == 1, "its call came out of the sandbox"
+async def test_harbor_installs_only_what_is_not_there_and_its_agents_end_is_the_rollouts(harbor, tmp_path):
+    def installs(name, before, there):
+        files = tmp_path / name
+        files.mkdir()
+        if before is not None:
+            (files / "installed-before").write_text(before)
+        verify = f'[ "$(cat how.txt)" = {there} ] || exit 1\n{VERIFY}'
+        return Task(name, tmp_path, name, verify_script=verify, box=BoxSpec(name, build_dir=files))
 
-
-async def test_the_end_of_the_agents_own_program_is_its_exit_code(harbor, tmp_path):
-    harness = own("harbor_own_agents:Installed")
-    result = await roll(tmp_path, ScriptedEngine("no"), harness, job_task=asked(tmp_path, "go"))
+    tasks = [installs("absent", None, "2.0"), installs("present", "1.0", "absent")]
+    engine = ScriptedEngine(["moon", "moon", "no"])
+    async with rolling(tmp_path, engine, own("harbor_own_agents:Installed"), tasks=tasks) as means:
+        for each in tasks:
+            result = await run_rollout(Job(each.name, 0, 0, each), means)
+            assert (result.outcome, result.reward) == (Outcome.OK, 1.0), (each.name, result.detail)
+            assert result.num_turns == 1, "its call came out of the sandbox"
+        result = await run_rollout(Job("fails", 0, 0, asked(tmp_path, "go")), means)
     assert (result.outcome, result.exit_code) == (Outcome.AGENT_FAILED, 3), result.detail
-    assert "Command failed (exit 3)" in (kept(tmp_path) / "agent.stderr.log").read_text()
+    assert "Command failed (exit 3)" in (kept(tmp_path, "fails") / "agent.stderr.log").read_text()
+    nothing_is_left(tmp_path)
 
 
 async def test_what_cannot_be_installed_in_a_sealed_sandbox_says_what_to_do(harbor, tmp_path):

@@ -15,6 +15,7 @@ from sandboxes.docker import DockerConfig
 from sandboxes.local import LocalConfig
 
 OpenBackend = Callable[[str], Backend]
+OpenDocker = Callable[[], tuple[Path, Backend]]
 
 # A library that plants the reward in whatever program it is loaded into.
 _EVIL_C = r"""
@@ -34,15 +35,29 @@ def open_to(tmp_path: Path, request: pytest.FixtureRequest) -> OpenBackend:
     def make(kind: str) -> Backend:
         config: Any
         if kind == "docker":
-            host = request.getfixturevalue("docker_engine")
-            image = request.getfixturevalue("docker_base_image")
-            config = DockerConfig(host=host, image=image, relay_base=image, spare_relays=0)
+            config = _docker(*(request.getfixturevalue(name) for name in ("docker_engine", "docker_base_image")))
         else:
             isolation = "none" if kind == "local" else kind
             config = LocalConfig.model_validate({"root": str(tmp_path / "root"), "isolation": isolation})
         return open_backend(config, run_id="grading", registry=tmp_path / "owned", access=Access())
 
     return make
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory, docker_engine: str, docker_base_image: str) -> OpenDocker:
+    """A backend in containers, with a registry of its own in a new folder, as often as one is asked for."""
+
+    def make() -> tuple[Path, Backend]:
+        folder = tmp_path_factory.mktemp("graded")
+        config = _docker(docker_engine, docker_base_image)
+        return folder, open_backend(config, run_id="grading", registry=folder / "owned", access=Access())
+
+    return make
+
+
+def _docker(host: str, image: str) -> DockerConfig:
+    return DockerConfig(host=host, image=image, relay_base=image, spare_relays=0)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,17 @@
 """Agents that try to write their own reward: none of it ever counts, on any backend, whoever the agent runs as.
 
 Each case runs a hostile agent for real and then scores it as a rollout does. An honest agent, scored the same way,
-shows that a right answer would have counted.
+shows that a right answer would have counted. In containers, where a case mostly waits for Docker, several are under way
+at once, as in a run.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -14,7 +19,7 @@ from harness_trainer.rewards.base import Code, VerifierResult, VerifyMode
 from harness_trainer.rewards.verifier import verify
 from sandboxes.base import Backend, BoxSpec, Command, Limits, Network, NetworkMode, SandboxError, SandboxGone
 from tests.rewards import hostile
-from tests.rewards.conftest import OpenBackend
+from tests.rewards.conftest import OpenBackend, OpenDocker
 
 STANDARD_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -96,23 +101,73 @@ _CHOSEN = {
 ROOT = {**_CHOSEN, **hostile.CONTAINED, **hostile.AS_ROOT}
 
 
+_AT_ONCE = 3  # attacks in containers; each has limits of its own
+Ended: TypeAlias = VerifierResult | BaseException | None
+Scored: TypeAlias = Mapping[str, Ended]
+
+
+def _each(
+    request: pytest.FixtureRequest, test: str, attack_once: Callable[[str], Awaitable[VerifierResult | None]]
+) -> Scored:
+    """How the attacks that `test` is asked for in this session ended."""
+    asked = [
+        str(item.callspec.params["attack"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test and item.path == request.path
+    ]
+
+    async def at_once() -> Scored:
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(attack: str) -> VerifierResult | None:
+            async with places:
+                return await attack_once(attack)
+
+        ended = await asyncio.gather(*map(one, asked), return_exceptions=True)
+        return dict(zip(asked, ended, strict=True))
+
+    with ThreadPoolExecutor(1) as thread:  # with an event loop of its own
+        return thread.submit(lambda: asyncio.run(at_once())).result()
+
+
+def _ended(attacks: Scored, attack: str) -> VerifierResult | None:
+    result = attacks[attack]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+@pytest.fixture(scope="module")
+def ordinary_attacks(request: pytest.FixtureRequest, docker: OpenDocker) -> Scored:
+    async def attack_once(attack: str) -> VerifierResult | None:
+        folder, backend = docker()
+        async with backend:
+            return await scored(backend, folder, UNPRIVILEGED[attack], docker_spec("1000"), VerifyMode.AUTO)
+
+    return _each(request, "test_no_attack_of_an_ordinary_user_pays_in_its_own_container", attack_once)
+
+
 @pytest.mark.parametrize("attack", UNPRIVILEGED)
-async def test_no_attack_of_an_ordinary_user_pays_in_its_own_container(
-    open_to: OpenBackend, tmp_path: Path, attack: str
-) -> None:
-    async with open_to("docker") as backend:
-        result = await scored(backend, tmp_path, UNPRIVILEGED[attack], docker_spec("1000"), VerifyMode.AUTO)
+def test_no_attack_of_an_ordinary_user_pays_in_its_own_container(ordinary_attacks: Scored, attack: str) -> None:
+    result = _ended(ordinary_attacks, attack)
     assert result is not None and result.mode is VerifyMode.SAME and result.reward == 0.0, result
 
 
+@pytest.fixture(scope="module")
+def attacks_of_root(request: pytest.FixtureRequest, docker: OpenDocker, evil_library: Path) -> Scored:
+    async def attack_once(attack: str) -> VerifierResult | None:
+        folder, backend = docker()
+        async with backend:
+            return await scored(
+                backend, folder, ROOT[attack], docker_spec("root"), VerifyMode.AUTO, upload=evil_library
+            )
+
+    return _each(request, "test_no_attack_of_root_pays_in_a_fresh_container", attack_once)
+
+
 @pytest.mark.parametrize("attack", ROOT)
-async def test_no_attack_of_root_pays_in_a_fresh_container(
-    open_to: OpenBackend, tmp_path: Path, evil_library: Path, attack: str
-) -> None:
-    async with open_to("docker") as backend:
-        result = await scored(
-            backend, tmp_path, ROOT[attack], docker_spec("root"), VerifyMode.AUTO, upload=evil_library
-        )
+def test_no_attack_of_root_pays_in_a_fresh_container(attacks_of_root: Scored, attack: str) -> None:
+    result = _ended(attacks_of_root, attack)
     if result is not None:
         assert result.mode is VerifyMode.FRESH and result.reward in (0.0, None), result
     else:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from capture_proxy.engines.scripted import Reply, ScriptedEngine
+from capture_proxy.engines.scripted import ScriptedEngine
 from harness_trainer.rollouts.store import RolloutStore
 from sandboxes import bubblewrap
 from sandboxes.lifecycle import reap
@@ -40,12 +40,12 @@ def local_boxes(kind, folder):
 
 
 @contextlib.asynccontextmanager
-async def bench(tmp_path, boxes, *, script="the moon", starts=True, **settings):
+async def bench(tmp_path, boxes, *, starts=True, hang_up_grace_s=1.0, **settings):
     """A bench with a started runner; whatever the test does, nothing is left, and that is checked."""
-    engine = ScriptedEngine(script, version="v1")
+    engine = ScriptedEngine("the moon", version="v1")
     store = RolloutStore(tmp_path / "store.sqlite")
     store.publish(1)
-    async with served(engine, tmp_path / "store.sqlite") as gateway:
+    async with served(engine, tmp_path / "store.sqlite", hang_up_grace_s=hang_up_grace_s) as gateway:
         made = Bench(tmp_path, gateway, store, boxes, **settings)
         made.engine = engine
         if starts:
@@ -396,25 +396,41 @@ async def test_what_nobody_takes_over_in_time_is_any_reapers(tmp_path):
         run.check_nothing_left()
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="the agent's repeated call joins the stalled one or is never made: seen on 30 November, not understood",
-)
-async def test_a_call_that_the_kill_cut_is_made_again_by_the_agent(tmp_path):
-    """The way out of a sealed box goes through the runner."""
-    stalls = Reply("the", stall=True)
-    script = ["the moon", "the moon", stalls, stalls, "the moon"]
-    async with bench(tmp_path, local_boxes("bubblewrap", tmp_path), script=script) as run:
+@pytest.mark.parametrize("boxes", KINDS[1:], indirect=True)
+async def test_a_call_that_the_kill_cut_is_made_again_by_the_agent(tmp_path, boxes):
+    """The way out of a sealed box goes through the runner. Nobody comes back in time, so the call is aborted."""
+    async with bench(tmp_path, boxes) as run:
         await run.until(lambda: len(run.at_work()) == 2)
         attempts = run.at_work()
+        run.engine.hold = lambda _: asyncio.sleep(600)
         run.tell_to_go_on(attempts)
         await run.until(lambda: run.engine.in_flight == 2)
         await run.kill()
+        await until(lambda: run.engine.num_aborted == 2, timeout_s=20)
+        run.engine.hold = None
         await run.start()
         await run.until(lambda: run.store.group_counts() == {"ready": 1})
         results = run.store.results(0)
         assert {result.rollout_id for result in results} == ids_of(attempts)
         assert [(result.outcome, result.reward) for result in results] == [("ok", 1.0)] * 2
         for one in attempts:
-            statuses = [turn.status for turn in (await run.gateway.admin.capture(one.rollout_id)).turns]
-            assert statuses.count("ok") == 2
+            turns = (await run.gateway.admin.capture(one.rollout_id)).turns
+            assert [turn.status for turn in turns] == ["ok", "aborted", "ok"]
+
+
+async def test_a_call_that_the_kill_cut_is_joined_when_the_next_runner_is_there_in_time(tmp_path):
+    """Where starting takes less than the gateway's grace: the agent gets the very reply that was under way."""
+    boxes, answers = local_boxes("bubblewrap", tmp_path), asyncio.Event()
+    async with bench(tmp_path, boxes, hang_up_grace_s=60.0) as run:
+        await run.until(lambda: len(run.at_work()) == 2)
+        attempts = run.at_work()
+        run.engine.hold = lambda _: answers.wait()
+        run.tell_to_go_on(attempts)
+        await run.until(lambda: run.engine.in_flight == 2)
+        await run.kill()
+        await run.start()
+        await run.until(lambda: run.gateway.gateway.metrics.retries.total(how="joined") == 2)
+        answers.set()
+        await run.until(lambda: run.store.group_counts() == {"ready": 1})
+        await run.check_results(0, ids_of(attempts))
+        assert len(run.engine.requests) == 4 and run.engine.num_aborted == 0

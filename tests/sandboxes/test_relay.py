@@ -169,6 +169,42 @@ async def test_an_agent_that_was_killed_is_noticed_by_the_service(folder: Path) 
         await asyncio.wait_for(gone.wait(), 2)
 
 
+async def test_a_killed_relay_is_noticed_on_both_sides(folder: Path) -> None:
+    """A service that waits on for an agent which can no more be answered would hold that agent's next try up."""
+    gone = asyncio.Event()
+
+    async def wait_for_the_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read(5))
+        try:
+            await reader.read()
+        finally:
+            gone.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with service(folder / "s", wait_for_the_end):
+        pair = f"127.0.0.1:{port}={folder}/s"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-I", relay_module.__file__, pair)
+        try:
+            reader, writer = await _connected_soon(port)
+            writer.write(b"hello")
+            assert await asyncio.wait_for(reader.readexactly(5), 2) == b"hello"
+        finally:
+            process.kill()
+        assert await closed(reader)
+        await asyncio.wait_for(gone.wait(), 2)
+        await process.wait()
+        writer.close()
+
+
+async def _connected_soon(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                return await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.sleep(0.01)
+
+
 async def test_a_slow_reader_stops_the_sender_and_loses_nothing(folder: Path) -> None:
     sent = 0
     total = 64 * 2**20

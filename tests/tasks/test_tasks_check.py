@@ -179,6 +179,11 @@ def runs(pid: int) -> bool:
         return False
 
 
+def _as_in_a_terminal() -> None:
+    """A shell starts what it puts in the background with SIGINT ignored, and so would everything below these tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_check_leaves_nothing_behind(make: Make, tmp_path: Path, end: signal.Signals) -> None:
     started = tmp_path / "started"
@@ -188,13 +193,17 @@ def test_an_interrupted_check_leaves_nothing_behind(make: Make, tmp_path: Path, 
     argv = [sys.executable, "-m", "harness_trainer.cli", "tasks", "check", "tasks", "--sandbox.isolation", "none"]
     argv += ["--sandbox.root", str(tmp_path / "root")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 30
-        while not started.exists():
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.02)
-        process.send_signal(end)
-        _, said = process.communicate(timeout=30)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, env=env, stdout=pipe, stderr=pipe, text=True, preexec_fn=_as_in_a_terminal) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while not started.exists():
+                assert process.poll() is None and time.monotonic() < deadline, "it has not started"
+                time.sleep(0.02)
+            process.send_signal(end)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()  # else what did not end would be waited for until the solution's own limit
     assert process.returncode == 130 and "Traceback" not in said, said
     assert not runs(int(started.read_text()))
     assert list((tmp_path / "root").iterdir()) == []
