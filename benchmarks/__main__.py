@@ -11,10 +11,13 @@ MODULES = (
     "benchmarks.sandboxes",
     "benchmarks.agent_start",
     "benchmarks.loops",
+    "benchmarks.openenv_sessions",
     "benchmarks.packing",
     "benchmarks.step_overhead",
     "benchmarks.weight_sync",
     "benchmarks.asynchrony",
+    "benchmarks.plan_check",
+    "benchmarks.echo",
     "benchmarks.learning",
 )
 

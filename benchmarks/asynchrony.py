@@ -66,6 +66,11 @@ class Setting:
     steps: int  # that count
     groups_per_step: int
     group_size: int
+    max_concurrent: int | None = None  # rollouts at a time; None = as many as a step trains on
+
+    @property
+    def places(self) -> int:
+        return self.max_concurrent or self.num_rollouts
 
     @property
     def all_steps(self) -> int:
@@ -155,7 +160,7 @@ def runner_spec(setting: Setting, run: Path, urls: dict[str, str], max_staleness
     return RunnerSpec(
         config=RolloutConfig(
             group_size=setting.group_size,
-            max_concurrent=setting.num_rollouts,
+            max_concurrent=setting.places,
             max_turns=_TURNS + 1,
             max_tokens=4096,
             timeout_s=_LIMIT_S,

@@ -1,8 +1,8 @@
-"""Agents on tasks without a learner: evaluate a model, collect what it does. Starts engine, gateway and runner.
+"""Agents on tasks, or environments whose turns are ours, without a learner: evaluate a model, collect what it does.
 
-Owns the order of it, the name of the weights and when it is over; the parts are `run.Supervisor`'s. To the runner it is
-one evaluation, that of the policy after no step: groups with ids below 0, never trained on, finished where a killed one
-left off. Called by `harness-trainer rollout`.
+Starts engine, gateway and runner. Owns the order of it, the name of the weights and when it is over; the parts are
+`run.Supervisor`'s. To the runner it is one evaluation, that of the policy after no step: groups with ids below 0, never
+trained on, finished where a killed one left off. Called by `harness-trainer rollout`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from harness_trainer.cache import cache_dir
-from harness_trainer.config import MAY_CHANGE, CollectConfig
+from harness_trainer.config import CollectConfig, may_change
 from harness_trainer.display import Display
 from harness_trainer.engine.check import what_serves
-from harness_trainer.engine.config import find_environment
-from harness_trainer.engine.launch import Engine
 from harness_trainer.engine.prepare import prepare_model
 from harness_trainer.errors import ConfigError, TrainingFailed
 from harness_trainer.learner.engine_calls import EngineCalls, version_name
-from harness_trainer.rewards.custom import load_reward
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.lineage import BASE
 from harness_trainer.rollouts.scores import Score, stored_scores
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.run import POLL_S, Supervisor, Workload
+from harness_trainer.run import POLL_S, Supervisor
 from harness_trainer.rundir import RunDir, filesystem_errors, write_atomically
 from harness_trainer.supervision.engine import EnginePart
 from harness_trainer.supervision.gateway import Gateway
+from harness_trainer.workload import Workload
 
 VERSION = 1  # of the only policy: the model as it was given
 STEP = 0  # of the evaluation: nobody has trained this policy here
@@ -54,15 +52,15 @@ class Collector(Supervisor):
         if not store.evaluations():
             self._begin(stack, store)
             self._wait(store)
-        return stored_scores(store, STEP, self._wanted.samples, self._config.rollouts.pass_reward)
+        passes = self._config.rollouts.pass_reward
+        own = {one.name: one.pass_reward for one in self._wanted.sources or () if one.pass_reward is not None}
+        return stored_scores(store, STEP, self._wanted.samples, passes, own)
 
     def _begin(self, stack: ExitStack, store: RolloutStore) -> None:
         self._clean_up()
         if self._wanted.engine_url is None:
-            find_environment(self._config.engine)  # cheap to ask, and nothing below is worth doing without it
-        load_reward(self._config.rollouts.reward)
-        _, work = self._what_runs()
-        work = replace(work, evaluation=work.tasks)
+            self._require_engine()  # cheap to ask, and nothing below is worth doing without it
+        work = self._what_runs().only_evaluated()
         store.forget_engine()  # before anything starts that could take the old one's word
         if store.used_up() == 0:
             store.continue_from(BASE, 0)
@@ -74,12 +72,13 @@ class Collector(Supervisor):
         model = prepare_model(self._config.model, cache_dir(), progress=self._display.phase)
         engine = EnginePart(
             self._config.engine,
-            lambda settings: Engine(settings, model=model, log_path=self._log("engine"), registry=self._registry),
+            lambda settings: self._make_engine(settings, model),
             store,
             self._run.internal / "engine_url",
             status=self._display.status,
         )
         stack.callback(engine.stop)
+        stack.callback(self._way_out.close)
         stack.callback(self._parts.stop)  # before the line above: the engine ends at the same time as everything else
         part, context = self._start_engine(engine)
         socket = self._agents_socket(stack)
@@ -107,6 +106,7 @@ class Collector(Supervisor):
         self._display.phase(f"the engine at {url} serves {found.model}, window {context} tokens")
         if not found.token_ids:
             self._display.phase("it returns no token ids: rollouts are scored, and nothing of them can be trained on")
+        stack.callback(self._way_out.close)
         stack.callback(self._parts.stop)
         socket = self._agents_socket(stack)
         gateway = self._start_gateway(url, found.model, socket, tokenizer=None, transport="auto")
@@ -161,7 +161,7 @@ def collect(config: CollectConfig, run_dir: Path, display: Display) -> list[Scor
     """
     run = RunDir(run_dir)
     with ExitStack() as stack:
-        stack.enter_context(run.opened(config.model_dump(mode="json"), may_change=MAY_CHANGE | {"engine_url"}))
+        stack.enter_context(run.opened(config.model_dump(mode="json"), may_change=may_change(config) | {"engine_url"}))
         found = Collector(config, run, display).collect(stack)
         with filesystem_errors(run.path):
             write_atomically(run.path / "scores.json", json.dumps([asdict(score) for score in found], indent=1) + "\n")

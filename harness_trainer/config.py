@@ -6,12 +6,23 @@ Owns the composition; each room owns its own part. Parts are imported without th
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from harness_trainer.engine.config import EngineConfig
-from harness_trainer.environments import WHITE_BOX, EnvConfig, OrsConfig, OwnConfig, as_env, env_of_tasks
+from harness_trainer.environments import (
+    WHITE_BOX,
+    EnvConfig,
+    OrsConfig,
+    OwnConfig,
+    SourceConfig,
+    as_env,
+    env_of_tasks,
+    read_sources,
+)
+from harness_trainer.environments.openenv_config import is_address
+from harness_trainer.expose import ExposeConfig, NoExpose, as_expose
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.supervision.restarts import RestartConfig
@@ -21,13 +32,30 @@ from sandboxes.local import LocalConfig
 
 # Fields that a continued run may change without becoming another run.
 MAY_CHANGE = frozenset(
-    {"learner.max_steps", "learner.report_to", "env.url", "env.max_sessions", "env.token_env"}
+    {"learner.max_steps", "learner.report_to"}
+    # Where and how patiently a source is asked; not what it asks of the model, nor what that earns.
+    | {f"env.{name}" for name in ("url", "token_env", "max_sessions", "max_episodes", "per_episode", "port")}
+    | {f"env.{name}_timeout_s" for name in ("connect", "step", "start", "ping", "idle")}
+    | {f"env.{name}" for name in ("capacity_patience_s", "ping_interval_s", "silence_s", "max_message_mb")}
     | {f"learner.{name}" for name in ("num_processes", "accelerate_config", "process_timeout_s")}
     | {"restarts", *(f"restarts.{name}" for name in RestartConfig.model_fields), "gateway.engine_patience_s"}
+    | {f"gateway.{name}" for name in ("port", "public_url", "expose")}
+    | {f"gateway.expose.{name}" for name in ("type", "listen", "binary", "share_server", "command")}
     | {f"rollouts.{name}" for name in ("forget_quarantine", "infra_window", "infra_share")}
     | {f"rollouts.max_{name}" for name in ("concurrent", "creating", "running", "verifying")}
     | {f"rollouts.warm_{name}" for name in ("per_task", "total")}
 )
+
+
+def may_change(config: SamplingConfig) -> frozenset[str]:
+    """`MAY_CHANGE`, and the same of each source; a server that is named by its address may have moved."""
+    found = set(MAY_CHANGE)
+    for source in config.each_source:
+        at = f"sources.{source.name}." if source.name else ""
+        found |= {f"{at}{name}" for name in MAY_CHANGE if name.startswith("env.")}
+        if is_address(getattr(source.env, "target", "")):  # `tasks` has it again, of an ORS server
+            found |= {f"{at}env.target"} | ({f"{at}tasks"} if isinstance(source.env, OrsConfig) else set())
+    return frozenset(found)
 
 
 _OWN = {
@@ -49,12 +77,20 @@ class GatewayConfig(BaseModel):
     public_url: str | None = Field(
         None, description="where sandboxes elsewhere (e2b) reach the agents' side, e.g. a tunnel's https address"
     )
+    expose: ExposeConfig = Field(
+        default_factory=NoExpose, description="how the agents' side is opened to sandboxes elsewhere, and watched"
+    )
     thinking_retention: Literal["all", "tool_cycle"] = Field(
         "all", description="whether earlier reasoning stays in a prompt that a new user message continues"
     )
     engine_patience_s: float = Field(
         300, ge=0, description="how long an agent's call waits for an engine that is away or has no policy yet"
     )
+
+    @field_validator("expose", mode="before")
+    @classmethod
+    def _expose_by_name(cls, value: Any) -> Any:
+        return as_expose(value)
 
 
 class SamplingConfig(BaseModel):
@@ -72,6 +108,17 @@ class SamplingConfig(BaseModel):
         "opencode", description="agent: a shipped name or a YAML file; several with shares: opencode:3,pi:1"
     )
     sandbox: SandboxConfig = Field(default_factory=LocalConfig, description="where agents run")
+    env: EnvConfig = Field(
+        default_factory=OwnConfig,
+        description="who runs tasks, agents and sandboxes: own (the three above), openenv-harbor:http://HOST:PORT, or "
+        "our own turns on the rows of --tasks rows.jsonl: class:FILE:Class, openenv:URL, loop:FILE:Class "
+        "(--tasks ors:NAME_OR_URL sets it too)",
+    )
+    sources: list[SourceConfig] | None = Field(
+        None,
+        description="several at once, by weights, instead of tasks, harness and env: a list in the YAML, or here the "
+        "path of a YAML file that holds one",
+    )
     rollouts: RolloutConfig = Field(default_factory=RolloutConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
@@ -82,18 +129,10 @@ class SamplingConfig(BaseModel):
     def _sandbox_by_name(cls, value: Any) -> Any:
         return as_sandbox(value)
 
-
-class RunConfig(SamplingConfig):
-    """What `train` and `demo` run. Example: `RunConfig(model="smollm2", tasks="examples", harness="pyagent")`."""
-
-    env: EnvConfig = Field(
-        default_factory=OwnConfig,
-        description="who runs tasks, agents and sandboxes: own (the three above), openenv-harbor:http://HOST:PORT, or "
-        "our own turns on the rows of --tasks rows.jsonl: class:FILE:Class, openenv:URL, loop:FILE:Class "
-        "(--tasks ors:NAME_OR_URL sets it too)",
-    )
-    learner: LearnerConfig = Field(default_factory=LearnerConfig)
-    keep_weights: bool = Field(False, description="keep the weights of every published policy, for audits")
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _sources_read(cls, value: Any) -> Any:
+        return read_sources(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -117,6 +156,50 @@ class RunConfig(SamplingConfig):
             if value.type != "own" and info.data.get(name, usual) != usual:
                 raise ValueError(_OWN[isinstance(value, WHITE_BOX)].format(name=name))
         return value
+
+    @model_validator(mode="after")
+    def _sources_stand_alone(self) -> Self:
+        if self.sources is None:
+            return self
+        for name in ("tasks", "harness", "env"):
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"sources say what runs, and {name} does too: give {name} to a source, or no sources")
+        if self.rollouts.evaluation.tasks is not None:
+            raise ValueError(
+                "each source has its own tasks to evaluate on: give it `evaluation`, and leave"
+                " rollouts.evaluation.tasks out"
+            )
+        for source in self.sources:
+            own_rollouts(self.rollouts, source)
+        return self
+
+    @property
+    def each_source(self) -> list[SourceConfig]:
+        """One or several, in the same form; the only one of a run without `sources` is named ""."""
+        if self.sources is not None:
+            return self.sources
+        own = self.env.type == "own"
+        return [
+            SourceConfig.model_construct(
+                name="",
+                tasks=self.tasks,
+                harness=self.harness if own else None,
+                env=self.env,
+                evaluation=self.rollouts.evaluation.tasks,
+            )
+        ]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are tasks that are only evaluated on."""
+        return any(source.evaluation is not None for source in self.each_source)
+
+
+class RunConfig(SamplingConfig):
+    """What `train` and `demo` run. Example: `RunConfig(model="smollm2", tasks="examples", harness="pyagent")`."""
+
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    keep_weights: bool = Field(False, description="keep the weights of every published policy, for audits")
 
 
 class CollectConfig(SamplingConfig):
@@ -144,6 +227,18 @@ class CollectConfig(SamplingConfig):
         evaluation = run.rollouts.evaluation.model_copy(update={"samples": self.samples})
         run.rollouts = run.rollouts.model_copy(update={"evaluation": evaluation})
         return run
+
+
+def own_rollouts(rollouts: RolloutConfig, source: SourceConfig) -> RolloutConfig:
+    """The run's settings as they are in the rollouts of one source. Raises ValueError where they do not go together."""
+    evaluation = rollouts.evaluation.model_copy(update={"tasks": source.evaluation})
+    whole = {**rollouts.model_dump(), **source.own_settings, "evaluation": evaluation}
+    try:
+        return RolloutConfig.model_validate(whole)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        said = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+        raise ValueError(f"source {source.name}: {said}") from error
 
 
 def as_sandbox(value: Any) -> Any:

@@ -7,65 +7,48 @@ started again is `supervision`'s.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness_trainer.cache import cache_dir
-from harness_trainer.config import MAY_CHANGE, RunConfig
+from harness_trainer.config import RunConfig, may_change
 from harness_trainer.display import Display
 from harness_trainer.engine.config import EngineConfig, find_environment
 from harness_trainer.engine.launch import Engine
 from harness_trainer.engine.prepare import ModelInfo, prepare_model
-from harness_trainer.environments import WHITE_BOX, OpenEnvHarborConfig
-from harness_trainer.environments.openenv_harbor import inspect_server, require_reachable
-from harness_trainer.errors import ConfigError, EngineFailed, GatewayFailed, TrainingFailed
-from harness_trainer.harnesses.install import ensure_installed
+from harness_trainer.errors import EngineFailed, GatewayFailed, TrainingFailed
 from harness_trainer.learner.__main__ import LEARNER_ERROR, LearnerSpec
 from harness_trainer.learner.final_model import write_final_model
 from harness_trainer.learner.launch import module_of, on_other_machines, pinned
 from harness_trainer.learner.sync_config import LoraSync, NcclSync
 from harness_trainer.learner.trackers import require_trackers
-from harness_trainer.loops import inspect_source, pin_env, pin_rows
 from harness_trainer.progress import Progress
-from harness_trainer.rewards.custom import load_reward, pin_reward
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
-from harness_trainer.rollouts.boxes import check_tasks
-from harness_trainer.rollouts.budget import Limits
 from harness_trainer.rollouts.config import PipelineSpec, RunnerSpec, Transport
-from harness_trainer.rollouts.mix import load_mix, pin_harness
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rundir import RunDir, filesystem_errors, write_atomically
-from harness_trainer.supervision.engine import EnginePart
-from harness_trainer.supervision.gateway import Gateway
+from harness_trainer.supervision.engine import EnginePart, Startable
+from harness_trainer.supervision.gateway import Elsewhere, Gateway
 from harness_trainer.supervision.parts import Part, Parts
+from harness_trainer.supervision.process import PartProcess
+from harness_trainer.supervision.remote import RemoteHost
+from harness_trainer.supervision.remote_engine import RemoteEngine
 from harness_trainer.supervision.restarts import Restarts
-from harness_trainer.tasks import Task, load_tasks, pin_tasks
-from sandboxes.base import Access, Endpoint
+from harness_trainer.supervision.way_out import WayOut
+from harness_trainer.workload import Inspector, Workload
+from sandboxes.base import Access
+from sandboxes.docker_volumes import open_to_relays, sockets_root
 from sandboxes.lifecycle import OwnedProcess, claim, default_registry, reap, start_process
 
 POLL_S = 0.25
 ENGINE_AGAIN_S = 120.0  # from an engine's death until its next start has begun, back-off included
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What the runner is told of tasks and agents. `bins`: where each agent's programs are, by its name."""
-
-    tasks: str
-    harness: str
-    bins: dict[str, Path]
-    num_tasks: int  # that are trained on
-    evaluation: str | None = None  # tasks that are only evaluated on
 
 
 class Supervisor:
@@ -79,14 +62,16 @@ class Supervisor:
         self._parts = Parts(Restarts(config.restarts), event=run.event, say=display.phase)
         self._admin_key = secrets.token_urlsafe(32)
         self._progress = Progress(run, display)
+        self._way_out = WayOut(
+            config.gateway.expose, config.gateway.public_url, run=run, registry=self._registry, say=display.phase
+        )
         self._pipeline: PipelineSpec | None = None  # as the gateway's, which is started first
 
     def run(self, stack: ExitStack) -> list[dict[str, Any]]:
         config, run, display = self._config, self._run, self._display
         self._clean_up()
-        find_environment(config.engine)  # cheap to ask, and nothing below is worth doing without it
-        load_reward(config.rollouts.reward)
-        tasks, what = self._what_runs()
+        self._require_engine()  # cheap to ask, and nothing below is worth doing without it
+        what = self._what_runs()
         model = prepare_model(config.model, cache_dir(), progress=display.phase)
         store = RolloutStore(run.store)
         stack.callback(store.close)
@@ -95,14 +80,15 @@ class Supervisor:
         engine_url_file.unlink(missing_ok=True)
         engine = EnginePart(
             _engine_for(config),
-            lambda settings: Engine(settings, model=model, log_path=self._log("engine"), registry=self._registry),
+            lambda settings: self._make_engine(settings, model),
             store,
             engine_url_file,
             status=display.status,
         )
         stack.callback(engine.stop)
+        stack.callback(self._way_out.close)
         stack.callback(self._parts.stop)  # before the line above: the engine ends at the same time as everything else
-        learner = self._start_learner(model, tasks, engine_url_file, self._transfer_dir(stack), store)
+        learner = self._start_learner(model, what.longest_s, engine_url_file, self._transfer_dir(stack), store)
         engine_part, context = self._start_engine(engine)
         agents_socket = self._agents_socket(stack)
         gateway = self._start_gateway(
@@ -143,78 +129,43 @@ class Supervisor:
     ) -> None:
         """`schedule`: what the learner will take, as in `RunnerSpec`."""
         config, run = self._config, self._run
+        first = what.specs[0]
         spec = RunnerSpec(
-            config=config.rollouts.model_copy(
-                update={
-                    "reward": pin_reward(config.rollouts.reward),
-                    "evaluation": config.rollouts.evaluation.model_copy(update={"tasks": what.evaluation}),
-                }
-            ),
+            config=config.rollouts,
+            sources=what.specs,
             sandbox=config.sandbox,
-            env=pin_env(config.env),
-            tasks=what.tasks,
-            harness=what.harness,
-            harness_bin=next(iter(what.bins.values())),
-            harness_bins=what.bins,
+            tasks=first.tasks,
+            harness=first.harness,
+            harness_bin=next(iter(first.harness_bins.values()), Path()),
             store=run.store,
             artifacts=run.artifacts,
             registry=self._registry,
             run_id=run.path.name,
             model=model,
             context=context,
-            access=Access(gateway=Endpoint(gateway.addresses["agent_url"], agents_socket, config.gateway.public_url)),
+            access=Access(gateway=self._way_out.endpoint(gateway.addresses["agent_url"], agents_socket, self._parts)),
             admin_url=gateway.addresses["admin_url"],
             pipeline=self._pipeline,
             **schedule,
         )
         at_once = config.rollouts.max_concurrent
-        self._display.phase(f"running {' and '.join(what.bins)} on {what.num_tasks} tasks, {at_once} at a time")
+        self._display.phase(f"running {what.line}, {at_once} at a time")
         self._start_module("runner", "harness_trainer.rollouts", spec, reason=lambda: store.state(RUNNER_ERROR) or None)
 
-    def _what_runs(self) -> tuple[list[Task], Workload]:
-        """All tasks, and agents, checked before anything slow is started: ours, or those of `--env`'s server."""
-        config, display = self._config, self._display
-        if isinstance(config.env, OpenEnvHarborConfig):
-            if config.rollouts.evaluation.tasks is not None:
-                raise ConfigError("rollouts.evaluation.tasks runs in our own sandboxes: leave it out with --env")
-            require_reachable(config.env, config.gateway.public_url)
-            display.phase(f"asking the server at {config.env.url} what it can run")
-            found = asyncio.run(inspect_server(config.env))
-            for note in found.notes:
-                display.phase(note)
-            return found.tasks, Workload("", config.env.harness, {config.env.harness: Path()}, len(found.tasks))
-        if isinstance(config.env, WHITE_BOX):
-            return self._white_box()
-        spec = pin_tasks(config.tasks)  # every part of the run reads the same commit of a dataset
-        tasks = load_tasks(spec)
-        held_out = config.rollouts.evaluation.tasks
-        evaluation = None if held_out is None else pin_tasks(held_out)
-        everything = [*tasks, *(load_tasks(evaluation) if evaluation else [])]
-        mix = load_mix(config.harness, everything, config.rollouts)
-        asyncio.run(check_tasks(everything, config.sandbox, run_id=self._run.path.name, registry=self._registry))
-        bins = {name: ensure_installed(agent, cache_dir(), display.phase) for name, agent in mix.harnesses.items()}
-        return everything, Workload(spec, pin_harness(config.harness), bins, len(tasks), evaluation)
-
-    def _white_box(self) -> tuple[list[Task], Workload]:
-        """An environment whose turns are ours, or a loop: made and asked here for its tasks, before anything slow."""
-        env, evaluation = self._config.env, self._config.rollouts.evaluation.tasks
-        rows = pin_rows(env, self._config.tasks)
-        held_out = None if evaluation is None else pin_rows(env, evaluation, held_out=True)
-        name, tasks = asyncio.run(inspect_source(env, rows))
-        everything = [*tasks, *(asyncio.run(inspect_source(env, held_out))[1] if held_out else [])]
-        return everything, Workload(rows, name, {name: Path()}, len(tasks), held_out)
+    def _what_runs(self) -> Workload:
+        """All tasks, agents and servers of the run's sources, checked before anything slow is started."""
+        return Inspector(self._config, self._run.path.name, self._registry, self._display.phase).inspect()
 
     def _start_learner(
         self,
         model: ModelInfo,
-        tasks: Sequence[Task],
+        longest_s: float,
         engine_url_file: Path,
         transfer_dir: Path,
         store: RolloutStore,
     ) -> Part:
         run = self._run
         rollouts = self._config.rollouts
-        longest_s = max(Limits.of(rollouts, task).total_s + task.box.build_timeout_s for task in tasks)
         spec = LearnerSpec(
             config=pinned(self._config.learner),
             model_path=model.path,
@@ -226,7 +177,7 @@ class Supervisor:
             keep_weights=run.weights if self._config.keep_weights else None,
             temperature=rollouts.temperature,
             starved_after_s=longest_s + 120,  # nothing may be heard of a rollout for as long as it may take
-            evaluate_every=rollouts.evaluation.every if rollouts.evaluation.tasks else None,
+            evaluate_every=rollouts.evaluation.every if self._config.evaluates else None,
             engine_away_s=self._config.engine.start_timeout_s + ENGINE_AGAIN_S,
         )
         reason = lambda: store.state(LEARNER_ERROR) or None  # noqa: E731
@@ -253,6 +204,28 @@ class Supervisor:
         return start_process(
             argv, env=env, cwd=self._run.path, log_path=self._log(name), registry=self._registry, kind=name
         )
+
+    def _require_engine(self) -> None:
+        """Raises SetupError when there is nothing to start an engine with: no environment here, no container there."""
+        host = RemoteHost.find("engine")
+        if host is None:
+            find_environment(self._config.engine)
+        else:
+            host.address()
+
+    def _make_engine(self, settings: EngineConfig, model: ModelInfo) -> Startable:
+        host, log = RemoteHost.find("engine"), self._log("engine")
+        if host is None:
+            return Engine(settings, model=model, log_path=log, registry=self._registry)
+        return RemoteEngine(host, settings, model=model, folder=self._run.internal, log_path=log)
+
+    def _spawn_gateway(self, host: RemoteHost | None, argv: list[str]) -> PartProcess:
+        if host is None:
+            return self._spawn("gateway", argv)
+        # Of this container's variables it gets its keys and no other: they hold a person's secrets.
+        keys = {name: os.environ[name] for name in ("CAPTURE_PROXY_ENGINE_KEY",) if name in os.environ}
+        env = {**keys, "CAPTURE_PROXY_ADMIN_KEY": self._admin_key}
+        return host.start(argv, env=env, cwd=self._run.path, log_path=self._log("gateway"), kind="gateway")
 
     def _log(self, name: str) -> Path:
         return self._run.logs / f"{name}.log"
@@ -298,13 +271,15 @@ class Supervisor:
             argv += ["--adapters"]
         if agents_socket is not None:
             argv += ["--agent-socket", str(agents_socket)]
+        host = RemoteHost.find("gateway")
         gateway = Gateway(
             argv,
-            lambda command: self._spawn("gateway", command),
+            lambda command: self._spawn_gateway(host, command),
             key=self._admin_key,
             port=config.port,
             ready_file=self._run.internal / "gateway.json",
             log=self._log("gateway"),
+            elsewhere=None if host is None else Elsewhere(host.address(), host.folder / "admin.sock"),
         )
         self._parts.start(Part("gateway", self._log("gateway"), GatewayFailed, gateway.launch, give_up=gateway.give_up))
         self._display.phase(f"capture gateway for agents at {gateway.addresses['agent_url']}")
@@ -319,10 +294,11 @@ class Supervisor:
             return None
         owned = claim(self._registry, "sockets", run_id=self._run.path.name)
         stack.callback(owned.release)
-        folder = owned.make_folder(Path(tempfile.gettempdir())) / "agents"
+        folder = owned.make_folder(sockets_root()) / "agents"
         stack.callback(shutil.rmtree, folder.parent, ignore_errors=True)
         folder.mkdir()
         folder.chmod(0o711)
+        open_to_relays(folder.parent)
         return folder / "gateway.sock"
 
     def _transfer_dir(self, stack: ExitStack) -> Path:
@@ -357,12 +333,11 @@ class Supervisor:
     def _is_evaluating(self, store: RolloutStore) -> bool:
         """Whether the last policy of the run is still to be evaluated."""
         evaluation, last_step = self._config.rollouts.evaluation, self._config.learner.max_steps
-        return evaluation.tasks is not None and store.due_evaluation(evaluation.every, last_step) is not None
+        return self._config.evaluates and store.due_evaluation(evaluation.every, last_step) is not None
 
     def _lacks_last_evaluation(self, store: RolloutStore) -> bool:
         """The learner is done, so nobody can send its last weights to an engine that was started again."""
-        wanted = self._config.rollouts.evaluation.tasks is not None
-        return wanted and all(e["step"] != self._config.learner.max_steps for e in store.evaluations())
+        return self._config.evaluates and all(e["step"] != self._config.learner.max_steps for e in store.evaluations())
 
 
 def train(config: RunConfig, run_dir: Path, display: Display) -> list[dict[str, Any]]:
@@ -373,7 +348,7 @@ def train(config: RunConfig, run_dir: Path, display: Display) -> list[dict[str, 
     require_trackers(config.learner.report_to)
     run = RunDir(run_dir)
     with ExitStack() as stack:
-        stack.enter_context(run.opened(config.model_dump(mode="json"), may_change=MAY_CHANGE))
+        stack.enter_context(run.opened(config.model_dump(mode="json"), may_change=may_change(config)))
         reports = Supervisor(config, run, display).run(stack)
         display.phase("training is done; stopping engine, gateway and agents")
         # From the last checkpoint, so that the same command does it after a kill between the two.

@@ -151,4 +151,10 @@ def _differences(old: Any, new: Any, at: str = "") -> list[str]:
         for key in sorted({*old, *new}):
             found += _differences(old.get(key), new.get(key), f"{at}.{key}" if at else str(key))
         return found
+    if old != new and _are_named(old) and _are_named(new):  # `sources.code.weight`, whatever their order
+        return _differences({one["name"]: one for one in old}, {one["name"]: one for one in new}, at)
     return [] if old == new else [f"{at}: {old!r} there, {new!r} now"]
+
+
+def _are_named(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value)

@@ -43,14 +43,19 @@ def open_backend(config: SandboxConfig, *, run_id: str, registry: Path, access: 
     """A backend that is not open yet: enter it as an async context manager.
 
     `registry` is the folder of ownership records (`lifecycle.default_registry()`), `run_id` names the run in them.
+    Raises SandboxError with the install command where the backend's SDK is missing.
     """
+    from sandboxes.extras import require
+
     if config.type == "docker":
         from sandboxes.docker import DockerBackend
 
+        require("docker")
         return DockerBackend(config, run_id=run_id, registry=registry, access=access)
     if config.type == "e2b":
         from sandboxes.e2b import E2BBackend
 
+        require("e2b")
         return E2BBackend(config, run_id=run_id, registry=registry, access=access)
     if config.type == "harbor":
         from sandboxes.harbor import HarborBackend

@@ -11,9 +11,11 @@ them below its folder and exports that folder as `$SANDBOX_ROOT` ("" elsewhere),
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -141,6 +143,16 @@ class Endpoint:
     url: str | None = None  # as this host reaches it
     socket: Path | None = None  # its Unix socket on this host; spares a hop
     public_url: str | None = None  # as a sandbox on somebody else's machine reaches it
+    public_url_file: Path | None = None  # holds that address while it can be reached: a tunnel's may change
+
+    def public_now(self) -> str | None:
+        """The public address at this moment; None = there is none, or not now. Blocking, but short."""
+        if self.public_url_file is None:
+            return self.public_url
+        try:
+            return self.public_url_file.read_text(encoding="utf-8").strip() or None
+        except FileNotFoundError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +183,38 @@ class Access:
     def proxy_for(self, network: Network) -> Proxy | None:
         """The proxy with exactly the network's allow-list: another one would let through more, or less."""
         return next((proxy for proxy in self.proxies if proxy.serves(network)), None)
+
+    def now(self) -> Access:
+        """With the public address of this moment. Raises SandboxError while there is none that should be there."""
+        gateway = self.gateway
+        if gateway is None or gateway.public_url_file is None:
+            return self
+        url = gateway.public_now()
+        if url is None:
+            raise SandboxError("the gateway cannot be reached from outside now: its tunnel is being opened again")
+        return replace(self, gateway=replace(gateway, public_url=url))
+
+    async def soon(self, within_s: float = 120.0) -> Access:
+        """`now`, waiting for a tunnel that is being opened again."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                return self.now()
+            except SandboxError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.5)
+
+    def require_same(self, url: str | None) -> None:
+        """For a sandbox that was led to the gateway at `url`. Raises SandboxGone when that is not its address any more.
+
+        What an agent did meanwhile says nothing of it: its calls went nowhere.
+        """
+        if url is not None and self.gateway is not None and self.gateway.public_url_file is not None:
+            now = self.gateway.public_now()
+            if now != url:
+                what = "cannot be reached from outside now" if now is None else f"has moved to {now}"
+                raise SandboxGone(f"the gateway {what}: this sandbox was made for {url}")
 
 
 # --- commands ----------------------------------------------------------------------------------------------------

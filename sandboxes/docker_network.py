@@ -25,23 +25,23 @@ import functools
 import hashlib
 import ipaddress
 import logging
-import tempfile
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import docker
-from docker.types import LogConfig, Mount, Ulimit
+from docker.types import LogConfig, Ulimit
 
+import docker
 from sandboxes import netguard, relay
 from sandboxes.base import Access, BoxSpec, Endpoint, Network, NetworkMode, SandboxError
 from sandboxes.docker_api import ENGINE_ERRORS, is_absent, reason
 from sandboxes.docker_images import Images
-from sandboxes.docker_labels import CLAIM, engine_of, labels_of
-from sandboxes.docker_sidecar import NetworkLink, Sidecar
+from sandboxes.docker_labels import CLAIM, PROJECT, engine_of, labels_of
+from sandboxes.docker_sidecar import NetworkLink, Places, Sidecar
 from sandboxes.docker_spares import Spare, Spares, sandbox_claim
+from sandboxes.docker_volumes import open_to_relays, socket_volume, sockets_root
 from sandboxes.host_sockets import CONTROL, HostSockets
 from sandboxes.lifecycle import remove_tree
 from sandboxes.netguard import known_resolvers
@@ -55,6 +55,7 @@ PROXY_PORT = 18102
 _GATEWAY = "gateway"
 _USER = 65532  # "nonroot" in many images; nobody on the host
 _SOCKETS = "/run/ht"  # in the sidecar
+_FOLDER = f"{PROJECT}.sockets"  # label of a sidecar: the folder of the run's sockets, for whoever takes it over
 _MEMORY = 256 * 2**20  # bytes; a cap: an idle relay needs a twentieth
 # Of one sandbox to one service at once. More are refused: the gateway and this process have files for all sandboxes,
 # and one that opens thousands must not take them from the others.
@@ -216,12 +217,11 @@ class DockerNetwork:
         link = self._link(plan, Sidecar(name, {}, None, must_be_ready=False))
         try:
             try:
-                mounts = (await self._threads(lambda: self._api.inspect_container(name)))["Mounts"]
+                labels = (await self._threads(lambda: self._api.inspect_container(name)))["Config"]["Labels"] or {}
             except ENGINE_ERRORS as error:
                 raise SandboxError(f"the sandbox's relay {name} cannot be taken over: {reason(error)}") from error
-            folder = next((Path(mount["Source"]) for mount in mounts if mount["Destination"] == _SOCKETS), None)
-            if folder is not None:
-                sockets = await self._adopt_base(folder)
+            if _FOLDER in labels:
+                sockets = await self._adopt_base(Path(labels[_FOLDER]))
                 link = self._link(plan, Sidecar(name, {}, sockets, must_be_ready=False))
             await link.ready()
         except BaseException:
@@ -277,16 +277,15 @@ class DockerNetwork:
 
     def _config(self, plan: _Plan, name: str, owner: Claim, sockets: HostSockets | None) -> dict[str, Any]:
         relay = ["/relay.py", "--max-connections", str(_MAX_CONNECTIONS)]
-        mounts = []
+        labels = labels_of(owner, "relay")
+        places = Places(_SOCKETS, socket_volume())
         if sockets is not None:
-            folders = {sockets.folder: _SOCKETS}
+            labels[_FOLDER] = str(sockets.folder)
+            announce = places.inside(sockets.folder / CONTROL, _SOCKETS)
             for port, service in plan.relayed.items():
-                path = sockets.path(service)
-                folder = folders.setdefault(path.parent, f"{_SOCKETS}-{service}")
-                relay.append(f"127.0.0.1:{port}={folder}/{path.name}")
-            relay += ["--announce", f"{_SOCKETS}/{CONTROL}", name]
-            mounts = [Mount(inside, str(path.resolve()), "bind", read_only=True) for path, inside in folders.items()]
-        host = self._confined() | {"mounts": mounts}
+                relay.append(f"127.0.0.1:{port}={places.inside(sockets.path(service), f'{_SOCKETS}-{service}')}")
+            relay += ["--announce", announce, name]
+        host = self._confined() | {"mounts": places.mounts}
         if plan.bridge:
             # Root for as long as it takes to close the ways out.
             guard = ["/netguard.py", "--user", str(_USER), *self._closing(), "--", "python3", "-I"]
@@ -301,7 +300,7 @@ class DockerNetwork:
             "command": argv,
             "user": user,
             "hostname": "sandbox",
-            "labels": labels_of(owner, "relay"),
+            "labels": labels,
             "use_config_proxy": False,
             "host_config": self._api.create_host_config(**host),
         }
@@ -347,7 +346,9 @@ class DockerNetwork:
         """With a folder of its own, in which `sockets` are."""
         try:
             owner = claim(self._registry, "network", run_id=self._run_id, engine=engine_of(self._address))
-            (owner.make_folder(Path(tempfile.gettempdir())) / "sockets").mkdir()
+            folder = owner.make_folder(sockets_root())
+            open_to_relays(folder)
+            (folder / "sockets").mkdir()
         except LifecycleError as error:
             raise SandboxError(str(error)) from error
         except OSError as error:

@@ -39,6 +39,7 @@ from sandboxes.docker_reaping import Thing, remove_thing
 from sandboxes.docker_sidecar import NetworkLink
 from sandboxes.docker_spares import sandbox_claim
 from sandboxes.docker_stream import Stream, can_end_input
+from sandboxes.docker_volumes import socket_volume
 from sandboxes.ownership import Claim, Keeper
 from sandboxes.remote import RemoteSandbox
 
@@ -73,7 +74,7 @@ _INIT = 'trap "exec /bin/sh -c \\"\\$0\\" \\"\\$0\\"" EXIT; while :; do sleep 21
 
 def is_local(address: str) -> bool:
     """Whether the engine sees this machine's folders; one elsewhere is given copies."""
-    return address.startswith("unix://")
+    return address.startswith("unix://") and socket_volume() is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """One sandbox's place in the network: the relay container that holds its namespace, from creation to removal.
 
-Owns how a sidecar is started, how its readiness and its death are seen, and that it is removed on every path. Which
-mode needs which sidecar is `docker_network`'s, its only maker; `docker` starts and removes one with each sandbox.
+Owns what of this machine a sidecar sees, how it is started, how its readiness and its death are seen, and that it is
+removed on every path. Which mode needs which sidecar is `docker_network`'s, its only maker; `docker` starts and removes
+one with each sandbox.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import docker
+from docker.types import Mount
 
+import docker
 from sandboxes.base import SandboxError
 from sandboxes.docker_api import ENGINE_ERRORS, is_absent, reason
+from sandboxes.docker_volumes import SocketVolume
 from sandboxes.host_sockets import HostSockets
 from sandboxes.netguard import CLOSED
 
@@ -39,6 +43,26 @@ class Sidecar:
     config: Mapping[str, Any]  # keyword arguments of the SDK's create_container
     sockets: HostSockets | None  # where it says that it listens; None = on another machine, and its log says so
     must_be_ready: bool  # before anything else runs in its namespace
+
+
+class Places:
+    """Where sockets of this machine are in a relay, and the mounts for it: their folders, or the volume they are on."""
+
+    def __init__(self, root: str, volume: SocketVolume | None) -> None:
+        self._root = root  # where the volume is mounted
+        self._volume = volume
+        self._folders: dict[Path, str] = {}
+        self.mounts: list[Mount] = []
+
+    def inside(self, path: Path, wanted: str) -> str:
+        """`wanted` is the place of the folder, unless it has one."""
+        if self._volume is not None:
+            self.mounts = [Mount(self._root, self._volume.name, "volume", read_only=True, no_copy=True)]
+            return self._volume.inside(path, self._root)
+        if path.parent not in self._folders:
+            self._folders[path.parent] = wanted
+            self.mounts.append(Mount(wanted, str(path.parent.resolve()), "bind", read_only=True))
+        return f"{self._folders[path.parent]}/{path.name}"
 
 
 class NetworkLink:

@@ -141,9 +141,9 @@ class E2BBackend:
             return spec.network
         return Network(mode, spec.network.allow if mode is NetworkMode.ALLOWLIST else ())
 
-    def _reach(self, spec: BoxSpec) -> Reach:
+    def _reach(self, spec: BoxSpec, access: Access | None = None) -> Reach:
         own = self._config.domain is not None or self._config.api_url is not None
-        return reach(self._network(spec), self._access, private_ok=own)
+        return reach(self._network(spec), access or self._access, private_ok=own)
 
     def check(self, spec: BoxSpec) -> None:
         self._reach(spec)
@@ -161,15 +161,22 @@ class E2BBackend:
     def _box(self, spec: BoxSpec, shared: Shared) -> E2BSandbox:
         from sandboxes.e2b_sandbox import E2BSandbox
 
-        box = E2BSandbox(replace(spec, network=self._network(spec)), self._reach(spec), shared)
+        box = E2BSandbox(
+            replace(spec, network=self._network(spec)),
+            self._reach(spec),
+            shared,
+            access=self._access,
+            reach_by=lambda now: self._reach(spec, now),
+        )
         self._made.add(box)
         return box
 
     async def attach(self, sandbox_id: str) -> Sandbox:
-        from sandboxes.e2b_sandbox import read_spec
+        from sandboxes.e2b_sandbox import GATEWAY, read_spec
 
         shared = self._open()
-        mark = read_mark(await shared.service.info(sandbox_id))
+        about = await shared.service.info(sandbox_id)
+        mark = read_mark(about)
         if mark is None:
             raise SandboxError(f"E2B sandbox {sandbox_id} was not made by harness-trainer")
         try:
@@ -180,7 +187,7 @@ class E2BBackend:
         sandbox = await shared.service.connect(sandbox_id, shared.look_s + 300)
         box = self._box(await read_spec(sandbox), shared)
         try:
-            await box.take_over(sandbox, owned)
+            await box.take_over(sandbox, owned, about.get(GATEWAY) or None)
         except BaseException:
             await box.stop()
             raise

@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, ClassVar
@@ -24,7 +24,17 @@ from e2b import AsyncSandbox
 
 from sandboxes import inside
 from sandboxes.archive import names_in
-from sandboxes.base import BoxSpec, Limits, Network, NetworkMode, NoSuchPath, SandboxError, SandboxGone, SetupFailed
+from sandboxes.base import (
+    Access,
+    BoxSpec,
+    Limits,
+    Network,
+    NetworkMode,
+    NoSuchPath,
+    SandboxError,
+    SandboxGone,
+    SetupFailed,
+)
 from sandboxes.docker_labels import labels_of
 from sandboxes.e2b import E2BConfig
 from sandboxes.e2b_envd import NO_LIMITS, Envd
@@ -45,6 +55,7 @@ from sandboxes.remote import Exec, OnOutput, RemoteSandbox
 
 log = logging.getLogger(__name__)
 
+GATEWAY = "harness-trainer.gateway"  # in a sandbox's metadata: where it was told to find the gateway
 _MARGIN_S = 120.0  # of a lifetime over the deadline: time to read what happened
 _NO_DEADLINE_S = 3600.0  # lifetime at a time of a sandbox without a deadline
 _SPEC_PATH = "/root/.harness-trainer.json"  # for whoever takes over when this process dies
@@ -109,9 +120,21 @@ class E2BSandbox(RemoteSandbox):
 
     kind: ClassVar[str] = "E2B"
 
-    def __init__(self, spec: BoxSpec, reach: Reach, shared: Shared, *, log_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: BoxSpec,
+        reach: Reach,
+        shared: Shared,
+        *,
+        access: Access,
+        reach_by: Callable[[Access], Reach],
+        log_dir: Path | None = None,
+    ) -> None:
+        """`reach_by`: the same for the addresses of the moment at which it is made."""
         super().__init__(spec, gateway_url=reach.gateway_url, proxy_url=reach.proxy_url, log_dir=log_dir)
         self._reach = reach
+        self._access = access
+        self._reach_by = reach_by
         self._shared = shared
         self._service = shared.service
         self._claiming: asyncio.Future[Claim] | None = None  # a cancelled start must not forget what it put on record
@@ -126,13 +149,19 @@ class E2BSandbox(RemoteSandbox):
 
     async def _create(self) -> str:
         template = await self._shared.templates.ensure(self.spec, self._shared.default_template)
+        self._reach = self._reach_by(await self._access.soon())
+        self._gateway_url, self._proxy_url = self._reach.gateway_url, self._reach.proxy_url
         addresses = await self._resolve()
         self._claiming = asyncio.ensure_future(self._make_claim())
         owned = await asyncio.shield(self._claiming)
         deadline_s = self.spec.limits.deadline_s
         order = Order(
             template=template,
-            metadata={**labels_of(owned, "sandbox"), "harness-trainer.task": self.spec.name},
+            metadata={
+                **labels_of(owned, "sandbox"),
+                "harness-trainer.task": self.spec.name,
+                GATEWAY: self._gateway_url or "",
+            },
             network=self._reach.options(addresses),
             lifetime_s=self._service.cut(self._wanted_lifetime_s()),
         )
@@ -177,8 +206,9 @@ class E2BSandbox(RemoteSandbox):
         except OSError as e:
             raise SandboxError(f"cannot write to {owned.registry}: {e}; free space") from e
 
-    async def take_over(self, sandbox: AsyncSandbox, owned: Claim) -> None:
-        """The sandbox of a process that died; `owned` is ours now."""
+    async def take_over(self, sandbox: AsyncSandbox, owned: Claim, gateway_url: str | None) -> None:
+        """The sandbox of a process that died, which led it to `gateway_url`; `owned` is ours now."""
+        self._gateway_url = gateway_url
         self._claiming = asyncio.get_running_loop().create_future()
         self._claiming.set_result(owned)
         self._shared.claim_ids.add(owned.id)
@@ -281,6 +311,7 @@ class E2BSandbox(RemoteSandbox):
     async def renew(self) -> None:
         await super().renew()
         with self._latched():
+            await asyncio.to_thread(self._access.require_same, self._gateway_url)
             await self._extend()
 
     def _latch(self, error: SandboxGone) -> None:

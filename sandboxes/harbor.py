@@ -117,10 +117,17 @@ class HarborBackend:
             if getattr(spec.limits, name) is not None:
                 raise SandboxError(f"Harbor's environments cannot limit {name}, which {spec.name} asks for")
 
-    def policy(self, spec: BoxSpec) -> tuple[dict[str, Any], str | None]:
-        """Harbor's network policy for the box, and the gateway's address inside. Raises SandboxError."""
+    @property
+    def access(self) -> Access:
+        return self._access
+
+    def policy(self, spec: BoxSpec, access: Access | None = None) -> tuple[dict[str, Any], str | None]:
+        """Harbor's network policy for the box, and the gateway's address inside. Raises SandboxError.
+
+        `access`: with the addresses of the moment; None = those of the run's start, for a check.
+        """
         network = self._network(spec)
-        gateway = self._access.gateway
+        gateway = (access or self._access).gateway
         url = None if gateway is None or network.mode is NetworkMode.NONE else gateway.public_url
         if gateway is not None and url is None and network.mode is not NetworkMode.NONE:
             raise SandboxError(

@@ -47,9 +47,14 @@ class HarborSandbox(RemoteSandbox):
         self._begun = False
         self._users: dict[str, str] = {}  # of commands that run as somebody else than root, by their mark
 
+    async def renew(self) -> None:
+        await super().renew()
+        with self._latched():
+            await asyncio.to_thread(self._backend.access.require_same, self._gateway_url)
+
     async def _create(self) -> str:
         spec, config = self.spec, self._backend.config
-        policy, self._gateway_url = self._backend.policy(spec)
+        policy, self._gateway_url = self._backend.policy(spec, await self._backend.access.soon())
         await asyncio.to_thread(lambda: (self._folder / "empty").mkdir(parents=True))
         has_dockerfile = spec.build_dir is not None and (spec.build_dir / "Dockerfile").is_file()
         environment_dir = spec.build_dir if spec.build_dir is not None else self._folder / "empty"

@@ -193,7 +193,7 @@ def _engine(engine: str) -> docker_reaping.Engine | e2b_reaping.Engine:
         from sandboxes import docker_reaping
     except ImportError as e:
         raise LifecycleError(
-            f"things are left in {address}, but {e.name} is not installed here: pip install {kind}"
+            f"things are left in {address}, but {e.name} is not installed here: pip install 'harness-trainer[{kind}]'"
         ) from e
     return docker_reaping.Engine(address)
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sandboxes.namespaces import has_ended
 from sandboxes.processes import MARKER, LifecycleError, is_running, read_proc
 
 __all__ = [
@@ -67,7 +68,7 @@ class Owner:
         if self.boot_id != here.boot_id:
             return False
         if self.pid_namespace != here.pid_namespace:
-            return None
+            return False if has_ended(self.pid_namespace) else None
         return is_running(self.pid, self.start_ticks)
 
 

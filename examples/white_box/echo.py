@@ -6,10 +6,12 @@ r"""Echo: the environment says back what it is told, and the longer it is the mo
 
 The smallest environment class: one OpenEnv client per episode, one tool, one reward function.
 
-    python examples/white_box/echo.py --local --model smollm2 --run-dir runs/echo
+    python examples/white_box/echo.py --local --two-cores --run-dir runs/echo
 
-Without --local it is played in the Space whose address is below; many rollouts at once need a copy of your own, with
-MAX_CONCURRENT_ENVS set. The class is the one of OpenEnv's guide:
+With --two-cores a small model (SmolLM2-135M) learns it on a CPU in minutes, which `python -m benchmarks.echo` measures;
+leave it out to choose model and sizes by the flags of `harness-trainer train`. Without --local it is played in the
+Space whose address is below; many rollouts at once need a copy of your own, with MAX_CONCURRENT_ENVS set. The class is
+the one of OpenEnv's guide:
 
     harness-trainer train --env class:examples/white_box/echo.py:EchoEnv \
         --env.rewards examples/white_box/echo.py:reward_length --tasks echo-rows.jsonl ...
@@ -22,6 +24,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,6 +35,23 @@ from typing import Any
 
 ECHO_URL = "https://openenv-echo-env.hf.space"
 PROMPT = "Try to echo 'Hello World!' in the environment."
+# A model of 135M parameters calls no tool that it is only told of; it is shown four calls before its own.
+SHOWN_PROMPT = "Echo a message in the environment."
+SHOWN = ("Good morning!", "It works today.", "How are you, my friend?", "I like the sun.")
+# One call is all that an episode needs: its length is what is rewarded.
+TWO_CORES: dict[str, Any] = {
+    "model": "smollm2",
+    "rollouts": {"group_size": 8, "max_concurrent": 16, "max_turns": 1, "max_tokens": 64},
+    "learner": {
+        "max_steps": 14,
+        "groups_per_step": 2,
+        "max_staleness": 1,
+        "learning_rate": 2e-5,
+        "token_budget": 4096,
+        "save_steps": 14,
+    },
+    "engine": {"max_model_len": 1024},
+}
 
 
 class EchoEnv:
@@ -67,8 +87,17 @@ def reward_length(environments: list[EchoEnv], **kwargs: Any) -> list[float | No
     return [environment.reward for environment in environments]
 
 
-def rows(count: int = 64) -> list[dict[str, Any]]:
-    return [{"prompt": [{"role": "user", "content": PROMPT}]}] * count
+def rows(count: int = 64, *, shown: bool = False) -> list[dict[str, Any]]:
+    """`shown`: with calls before the model's own, for one that would make none."""
+    if not shown:
+        return [{"prompt": [{"role": "user", "content": PROMPT}]}] * count
+    prompt: list[dict[str, Any]] = []
+    for message in SHOWN:
+        function = {"name": "echo", "arguments": json.dumps({"message": message})}
+        call = {"id": "shown", "type": "function", "function": function}
+        prompt.append({"role": "user", "content": SHOWN_PROMPT})
+        prompt.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    return [{"prompt": [*prompt, {"role": "user", "content": SHOWN_PROMPT}]}] * count
 
 
 # -- the server, as the Space runs it ----------------------------------------------------------------------------------
@@ -119,16 +148,31 @@ def app() -> Any:
 def main() -> int:
     """Write the rows, and train on them with the rest of the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--two-cores", action="store_true", help="a small model, with settings for a CPU")
     parser.add_argument("--local", action="store_true", help="serve the environment here, not in the Space")
     parser.add_argument("--rows", type=Path, default=Path("echo-rows.jsonl"), help="where to write the rows")
     args, rest = parser.parse_known_args()
-    args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows(shown=args.two_cores)))
     here = Path(__file__).resolve()
     with local_server() if args.local else contextlib.nullcontext(ECHO_URL) as url:
-        command = ["harness-trainer", "train", "--env", f"class:{here}:EchoEnv", "--tasks", str(args.rows)]
+        command = [trainer(), "train", "--env", f"class:{here}:EchoEnv", "--tasks", str(args.rows)]
         rewards = ",".join(f"{here}:{reward.__name__}" for reward in (reward_length,))
-        command += ["--env.rewards", rewards, "--env.stop-when-done", "true", *rest]
+        command += ["--env.rewards", rewards, *(flags(TWO_CORES) if args.two_cores else []), *rest]
         return subprocess.run(command, env={**os.environ, "ECHO_URL": url}, check=False).returncode
+
+
+def trainer() -> str:
+    """The command, also of an environment that is not activated."""
+    return shutil.which("harness-trainer") or str(Path(sys.executable).with_name("harness-trainer"))
+
+
+def flags(settings: dict[str, Any], where: str = "--") -> list[str]:
+    """As `harness-trainer train` takes them; what a person gives after them counts more."""
+    found: list[str] = []
+    for name, value in settings.items():
+        flag = where + name.replace("_", "-")
+        found += flags(value, f"{flag}.") if isinstance(value, dict) else [flag, str(value)]
+    return found
 
 
 @contextlib.contextmanager

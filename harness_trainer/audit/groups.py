@@ -87,4 +87,38 @@ def evaluations_whole(records: Records) -> Iterator[Found]:
             yield what, f"its report counts {told} rollouts, its groups have {len(finals)}"
 
 
-RULES = (group_numbers, one_fate, whole_groups, quarantine_holds, evaluations_whole)
+def sources_known(records: Records) -> Iterator[Found]:
+    """In a run of several sources every group is of a task of one of them, and its results name the same source."""
+    for group in records.stored.groups.values():
+        source = records.source_of(group)
+        if records.sources and not source:
+            known = ", ".join(records.sources)
+            yield f"group {group.group_id}", f"its task {group.task} is of none of the run's sources ({known})"
+            continue
+        for attempt in (attempt for tries in records.slots(group.group_id).values() for attempt in tries):
+            said = None if attempt.result is None else attempt.result.get("source", "")
+            if said not in (None, source):
+                yield f"attempt {attempt.rollout_id}", f"its result says source {said!r}, its group's task {group.task}"
+
+
+def evaluated_by_source(records: Records) -> Iterator[Found]:
+    """The parts of an evaluation's report, one for each source, count what the whole report counts."""
+    for evaluation in records.stored.evaluations:
+        report = evaluation.report or {}
+        parts = report.get("sources") or {}
+        for name in ("num_tasks", "num_scored", "num_unscored") if parts else ():
+            whole, counted = report.get(name), sum(part[name] for part in parts.values())
+            if whole != counted:
+                detail = f"{name} is {whole} in all, and {counted} in its sources together"
+                yield f"evaluation after step {evaluation.step}", detail
+
+
+RULES = (
+    group_numbers,
+    one_fate,
+    whole_groups,
+    quarantine_holds,
+    evaluations_whole,
+    sources_known,
+    evaluated_by_source,
+)

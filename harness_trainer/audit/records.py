@@ -24,6 +24,7 @@ from harness_trainer.errors import RunDirError, TrainingFailed
 from harness_trainer.learner.checkpoints import HarnessState, read_state
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.sources import source_in
 from harness_trainer.rollouts.stored import Stored, StoredAttempt, StoredGroup, read_stored
 from harness_trainer.rundir import RunDir
 
@@ -39,6 +40,7 @@ class Records:
     state: State  # live = a process holds the folder; finished = every step was taken; interrupted = neither
     rollouts: RolloutConfig
     learner: LearnerConfig | None  # None = a run of `rollout`, which trains nothing
+    sources: list[str]  # names of the run's sources; [] = it has one, which needs none
     stored: Stored
     steps: list[dict[str, Any]]  # the lines of metrics.jsonl
     checkpoints: dict[int, HarnessState]  # the complete ones, by step
@@ -60,6 +62,10 @@ class Records:
         """The tries of each slot, in order of start."""
         return self.tries.get(group_id, {})
 
+    def source_of(self, group: StoredGroup) -> str:
+        """By its task's name; "" = it is of none of the run's sources."""
+        return source_in(group.task, self.sources)
+
     def groups_of_step(self, step: int) -> list[int]:
         return self.trained.get(step, [])
 
@@ -76,7 +82,7 @@ def read_records(run_dir: Path) -> Records:
     if not run.store.exists() or not run.config.exists():
         raise RunDirError(f"{run_dir} holds no run (no store.sqlite or config.yaml): give the folder of a run")
     is_live = _is_held(run.internal / "lock")
-    rollouts, learner = _configs(run.config)
+    rollouts, learner, sources = _configs(run.config)
     max_steps = 0 if learner is None else learner.max_steps
     # The store last: whatever a live run has written elsewhere by now is known to it, and not the reverse.
     kept = frozenset(path.name for path in run.artifacts.glob("*"))
@@ -94,6 +100,7 @@ def read_records(run_dir: Path) -> Records:
         state="live" if is_live else "finished" if is_over else "interrupted",
         rollouts=rollouts,
         learner=learner,
+        sources=sources,
         stored=stored,
         steps=steps,
         checkpoints=checkpoints,
@@ -131,15 +138,16 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def _configs(path: Path) -> tuple[RolloutConfig, LearnerConfig | None]:
+def _configs(path: Path) -> tuple[RolloutConfig, LearnerConfig | None, list[str]]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
         rollouts = RolloutConfig.model_validate(data["rollouts"])
+        sources = [str(source["name"]) for source in data.get("sources") or ()]
         if "learner" in data:
-            return rollouts, LearnerConfig.model_validate(data["learner"])
+            return rollouts, LearnerConfig.model_validate(data["learner"]), sources
         # What `rollout` runs is one evaluation, of so many samples.
         evaluation = rollouts.evaluation.model_copy(update={"samples": data["samples"]})
-        return rollouts.model_copy(update={"evaluation": evaluation}), None
+        return rollouts.model_copy(update={"evaluation": evaluation}), None, sources
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise RunDirError(f"{path} cannot be read ({reason}): use the harness-trainer that wrote it") from error

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from harness_trainer.errors import HarnessTrainerError
+from harness_trainer.errors import HarnessTrainerError, SetupError
+from harness_trainer.side_environments import announce
 
 COMMANDS = {
     "demo": "train a small real model inside the real opencode on this machine, from nothing",
     "train": "train a model inside an agent",
+    "launch": "train on somebody else's machines: one job on Hugging Face Jobs",
+    "plan": "what a run will need and come to: memory, pace, hours, cost, bottleneck",
     "rollout": "the same without learning: evaluate a model, collect what it does",
     "serve": "run one part alone: the capture gateway or the engine",
     "tasks": "list tasks, or check that they can be built, solved and scored",
@@ -22,9 +26,13 @@ COMMANDS = {
     "model": "write a checkpoint as a model folder in Hugging Face format, with its card",
     "traces": "list, show or export what a run captured",
     "audit": "account for every attempt, group, step and trained token of a run",
+    "setup": "make the environments that cannot share this one: engine, intercept, harbor",
     "doctor": "check what this machine has and what it lacks",
     "clean": "end and remove what dead runs left behind",
 }
+
+# Libraries that only some commands and settings need, and the extra that brings each.
+_EXTRAS = {"aiohttp": "ors", "docker": "docker", "e2b": "e2b", "openreward": "ors", "ray": "ray", "submitit": "slurm"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,11 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     known, rest = parser.parse_args(arguments[:1]), arguments[1:]
     module = importlib.import_module(f"harness_trainer.cli.{known.command}")
+    announce(os.environ)
     try:
         return int(module.run(rest))
     except HarnessTrainerError as error:
         print(f"harness-trainer: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        advice = _install_command(error.name or "")
+        if advice is None:
+            raise
+        print(f"harness-trainer: {error.name} is not installed here: {advice}", file=sys.stderr)
+        return SetupError.exit_code
     except KeyboardInterrupt:
         continues = "; the same command continues the run" if known.command in ("demo", "train", "rollout") else ""
         print(f"harness-trainer: stopped{continues}", file=sys.stderr)
@@ -52,3 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; nothing more to say
         return 0
+
+
+def _install_command(module: str) -> str | None:
+    """Of the extra that brings a library; None = none does, and its absence is a bug."""
+    extra = _EXTRAS.get(module.partition(".")[0])
+    return None if extra is None else f"pip install 'harness-trainer[{extra}]'"

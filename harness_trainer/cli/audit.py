@@ -57,6 +57,7 @@ def print_audit(result: Audit) -> None:
     print(f"quarantined tasks: {', '.join(result.quarantined) or 'none'}; evaluations: {result.evaluations}")
     print(f"sessions left open by attempts without a score: {result.open_sessions}")
     print(f"turns captured: {result.num_turns}; tokens trained: {result.num_trained_tokens}")
+    _print_sources(result)
     table = Table(box=None)
     for title in ("step", "policy", "groups", "rollouts", "trained", "stale"):
         table.add_column(title, justify="right")
@@ -68,6 +69,15 @@ def print_audit(result: Audit) -> None:
     for violation in result.violations:
         print(f"VIOLATION {violation.rule}: {violation.what}: {violation.detail}")
     print(f"{len(result.violations)} violations" if result.violations else "everything is accounted for")
+
+
+def _print_sources(result: Audit) -> None:
+    for source in result.sources:
+        reward = "unknown" if source.reward is None else f"{source.reward:.3f}"
+        share = "" if source.share is None else f", {source.share:.0%} of the trained groups"
+        _print_counts(f"source {source.source}: attempts", source.attempts)
+        _print_counts(f"source {source.source}: groups", source.groups)
+        print(f"source {source.source}: {source.num_trained} rollouts trained, mean reward {reward}{share}")
 
 
 def _print_counts(title: str, counts: Mapping[str, object]) -> None:

@@ -47,7 +47,10 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 def _engine_address() -> str | None:
     """The engine to look into for things whose record is lost; None = there is none, and Docker is not even loaded."""
     from sandboxes.docker_labels import engine_address
+    from sandboxes.extras import is_installed
 
+    if not is_installed("docker"):
+        return None
     address = engine_address()
     if "DOCKER_HOST" not in os.environ and not Path(address.removeprefix("unix://")).exists():
         return None
@@ -66,7 +69,9 @@ def _in_engine(dry_run: bool) -> Iterable[Reaped]:
 
 def _in_e2b(dry_run: bool) -> Iterable[Reaped]:
     """Sandboxes in E2B whose record is lost; without a key there is nobody to ask, and the SDK is not even loaded."""
-    if not os.environ.get("E2B_API_KEY"):
+    from sandboxes.extras import is_installed
+
+    if not os.environ.get("E2B_API_KEY") or not is_installed("e2b"):
         return []
     from sandboxes.e2b_reaping import sweep
 

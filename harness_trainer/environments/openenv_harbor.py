@@ -56,9 +56,9 @@ class Found:
     notes: list[str]
 
 
-def require_reachable(config: OpenEnvHarborConfig, public_url: str | None) -> None:
+def require_reachable(config: OpenEnvHarborConfig, public_url: str | None, *, is_exposed: bool = False) -> None:
     """The server asks our gateway for the model. Raises ConfigError when it plainly cannot reach it."""
-    if public_url is None and urlsplit(config.url).hostname not in _LOOPBACK:
+    if public_url is None and not is_exposed and urlsplit(config.url).hostname not in _LOOPBACK:
         raise ConfigError(
             f"the server at {config.url} calls the model at our gateway, which listens on this machine's loopback only:"
             " set --gateway.port and --gateway.public-url, the address (a tunnel's, say) at which the server reaches it"

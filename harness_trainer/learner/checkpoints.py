@@ -21,6 +21,7 @@ from harness_trainer.rundir import sync, sync_tree, write_atomically
 
 STATE_NAME = "harness_state.json"
 _TRAINER_STATE = "trainer_state.json"
+_WANTED = "save-now"  # beside the checkpoints: somebody wants one of what is learnt so far
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 # Releases that wrote the mark first had the trainer state last: there a save that was killed lacks one of these.
 _PARTS = ("optimizer.pt", "scheduler.pt")
@@ -72,6 +73,22 @@ def complete(checkpoint: Path, state: HarnessState, *, keep: int | None) -> None
         for _, path in older[: max(0, len(older) - (keep - 1))]:
             begin(path)  # a half removed one is none
             shutil.rmtree(path)
+
+
+def request(folder: Path) -> None:
+    """Ask the run's learner for a checkpoint as soon as it can: at once while it waits, else when its step is over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _WANTED).touch()
+
+
+def is_requested(folder: Path) -> bool:
+    """Until the learner has written one, or has found that there is nothing new to write."""
+    return (folder / _WANTED).exists()
+
+
+def answered(folder: Path) -> None:
+    """What was asked for is there."""
+    (folder / _WANTED).unlink(missing_ok=True)
 
 
 def read_state(checkpoint: Path) -> HarnessState:

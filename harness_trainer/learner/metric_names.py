@@ -24,7 +24,7 @@ class Metric:
         return re.fullmatch(pattern, name) is not None
 
 
-# Of what is given once for all rollouts of a step and once more for each agent.
+# Of what is given once for all rollouts of a step, and once more for each agent and each source.
 PER_HARNESS = frozenset(
     (
         "reward",
@@ -107,6 +107,26 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("harness/<harness>/rollout/<metric>", "as above", "likewise: the `rollout/` means and shares"),
         Metric("harness/<harness>/completions/mean_length", "tokens", "likewise"),
         Metric("harness/<harness>/tools/<metric>", "as above", "likewise: `call_frequency`, `failure_frequency`"),
+        Metric(
+            "harness/<harness>/facts/<name>",
+            "its own",
+            "a number that the episodes of a white-box source report, or that a reward function logs by `log_metric`,"
+            " mean over the rollouts that have it (the 24 most told)",
+        ),
+    ),
+    "Per source, in a run with `sources`": (
+        Metric("source/<source>/groups_total", "groups", "of the step, that are of this source"),
+        Metric("source/<source>/reward", "reward", "as `reward`, over the rollouts of that source"),
+        Metric("source/<source>/reward_std", "reward", "as `reward_std`, likewise"),
+        Metric("source/<source>/rewards/<name>", "reward", "as `rewards/<name>`, likewise"),
+        Metric("source/<source>/rollout/<metric>", "as above", "likewise: the `rollout/` means and shares"),
+        Metric("source/<source>/completions/mean_length", "tokens", "likewise"),
+        Metric("source/<source>/tools/<metric>", "as above", "likewise: `call_frequency`, `failure_frequency`"),
+        Metric("source/<source>/facts/<name>", "its own", "as `harness/<harness>/facts/<name>`, likewise"),
+        Metric("source/<source>/eval_reward", "reward", "as `eval_reward`, over the tasks of that source"),
+        Metric("source/<source>/eval_reward_ci_<end>", "reward", "its 95 % interval, `low` and `high`"),
+        Metric("source/<source>/eval_pass_at_1", "share", "as `eval_pass_at_1`, likewise; the source says what passes"),
+        Metric("source/<source>/eval_pass_at_1_ci_<end>", "share", "its 95 % interval, `low` and `high`"),
     ),
     "Off-policyness and queues": (
         Metric("sample/staleness_mean", "steps", "a row's oldest trained token to the policy, mean over rows"),

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness_trainer.learner.feeder import DropReason
-from harness_trainer.learner.rollout_metrics import mean, of_rollouts, per_harness, per_tool, plain, ratio, stages
+from harness_trainer.learner.rollout_metrics import (
+    mean,
+    of_rollouts,
+    per_harness,
+    per_source,
+    per_tool,
+    plain,
+    ratio,
+    stages,
+)
 from harness_trainer.learner.step_batch import StepBatch
 from harness_trainer.rollouts.types import Outcome
 
@@ -46,6 +55,7 @@ def step_metrics(facts: StepFacts) -> dict[str, float]:
         **per_tool(results),
         **stages(results),
         **per_harness(rollouts),
+        **per_source(rollouts),
         **_rewards_by_name(facts.batch),
         **_outcomes(facts.outcomes),
         **_staleness(facts.batch.staleness, facts.max_staleness),
@@ -114,8 +124,18 @@ def _evaluation(report: Mapping[str, Any] | None) -> dict[str, float | None]:
     """Transformers' trackers show `eval_x` as `eval/x`."""
     if report is None:
         return {}
-    found: dict[str, float | None] = {"eval_reward": report["reward_mean"], "eval_pass_at_1": report["pass_at_1"]}
+    found = _report(report, "")
+    for source, its in report.get("sources", {}).items():
+        found |= _report(its, f"source/{plain(source)}/")
+    return found
+
+
+def _report(report: Mapping[str, Any], at: str) -> dict[str, float | None]:
+    found: dict[str, float | None] = {
+        f"{at}eval_reward": report["reward_mean"],
+        f"{at}eval_pass_at_1": report["pass_at_1"],
+    }
     for name, key in (("eval_reward", "reward_ci"), ("eval_pass_at_1", "pass_at_1_ci")):
         low, high = report[key] or (None, None)
-        found |= {f"{name}_ci_low": low, f"{name}_ci_high": high}
+        found |= {f"{at}{name}_ci_low": low, f"{at}{name}_ci_high": high}
     return found

@@ -1,4 +1,5 @@
-"""What a set of rollouts came to in numbers (rewards, turns, rows, drift, tools, stages), all at once and by agent.
+"""What a set of rollouts came to in numbers (rewards, turns, rows, drift, tools, stages), all at once, by agent
+and, in a run of several, by source.
 
 Owns how each is computed; None = not known. `metrics` calls it with a step's rollouts. Pure, free of torch and TRL.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from harness_trainer.learner.rows import Row
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 MAX_TOOLS = 24  # named in one step, most called first: a model may invent names without end
+MAX_FACTS = 24  # of one source, most told first: a person's code names them
+FACTS = "facts/"
 _COMPARED_ROWS = 8  # newest first; a rollout whose rows share nothing would cost the square of their number
 _STRANGE = re.compile(r"[^A-Za-z0-9_.@-]")
 
@@ -119,15 +122,47 @@ def _common_prefix(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) ->
 
 
 def per_harness(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    return _by("harness", rollouts, lambda result: result.harness)
+
+
+def per_source(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """{} where the run has one source. With the named rewards, which mean something else in each source."""
+    by_source: dict[str, list[RolloutResult]] = {}
+    for result, _ in rollouts:
+        if result.source:
+            by_source.setdefault(result.source, []).append(result)
+    found = _by("source", [pair for pair in rollouts if pair[0].source], lambda result: result.source)
+    for source, results in by_source.items():
+        at = f"source/{plain(source)}"
+        found[f"{at}/groups_total"] = len({result.group_id for result in results})
+        named: dict[str, list[float]] = {}
+        for result in results:
+            for name, reward in result.rewards.items() if result.reward is not None else ():
+                named.setdefault(plain(name), []).append(reward)
+        found |= {f"{at}/rewards/{name}": mean(rewards) for name, rewards in named.items()}
+    return found
+
+
+def _by(kind: str, rollouts: Sequence[Rollout], name_of: Callable[[RolloutResult], str]) -> dict[str, float | None]:
     by_name: dict[str, list[Rollout]] = {}
     for result, rows in rollouts:
-        by_name.setdefault(result.harness, []).append((result, rows))
+        by_name.setdefault(name_of(result), []).append((result, rows))
     return {
-        f"harness/{plain(harness)}/{name}": value
-        for harness, its in by_name.items()
-        for name, value in of_rollouts(its).items()
-        if name in PER_HARNESS
+        f"{kind}/{plain(one)}/{name}": value
+        for one, its in by_name.items()
+        for name, value in (of_rollouts(its) | _facts([result for result, _ in its])).items()
+        if name in PER_HARNESS or name.startswith(FACTS)
     }
+
+
+def _facts(results: Sequence[RolloutResult]) -> dict[str, float | None]:
+    """The numbers that white-box episodes report, over those that report them."""
+    told: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.facts.items():
+            told.setdefault(plain(name), []).append(value)
+    most_told = sorted(told, key=lambda name: -len(told[name]))[:MAX_FACTS]
+    return {f"{FACTS}{name}": mean(told[name]) for name in most_told}
 
 
 def per_tool(results: Sequence[RolloutResult]) -> dict[str, float | None]:

@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from harness_trainer.learner import checkpoints
 from harness_trainer.learner.checkpoints import HarnessState, last_checkpoint, read_state
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.learner.engine_presence import EnginePresence
@@ -150,6 +151,8 @@ def run_learner(
     elif engine is not None:
         trainer.engine = engine
         feeder.while_waiting = trainer.send_again_if_lost
+    if ranks.size == 1:  # in several processes all would have to know of it at the same moment
+        _save_on_request(trainer, feeder, output_dir)
     trainer.args.run_name = run_name or trainer.args.run_name
     # First of all: what it adds to a step's log is seen by the trackers' callbacks.
     trainer.callback_handler.callbacks.insert(0, _Reporter(trainer, on_step, measure))
@@ -231,6 +234,37 @@ def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: floa
     # Several visible GPUs in one process would make Transformers wrap the model in DataParallel.
     args._n_gpu = min(args.n_gpu, 1)
     return args
+
+
+def _save_on_request(trainer: HarnessGRPOTrainer, feeder: GroupFeeder, folder: Path) -> None:
+    """A checkpoint when somebody asks for one: a machine that is about to go away does (`checkpoints.request`)."""
+    checkpoints.answered(folder)  # one that an earlier life was asked for
+    before = feeder.while_waiting
+
+    def while_waiting() -> None:
+        before()
+        if checkpoints.is_requested(folder):
+            last, step = last_checkpoint(folder), trainer.state.global_step
+            if step > (0 if last is None else read_state(last).step):
+                trainer._save_checkpoint(trainer.model, None)
+            checkpoints.answered(folder)
+
+    feeder.while_waiting = while_waiting
+    trainer.add_callback(_SaveOnRequest(folder))
+
+
+class _SaveOnRequest(TrainerCallback):  # type: ignore[misc]
+    """The end of a step, for `_save_on_request`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_save = control.should_save or checkpoints.is_requested(self._folder)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoints.answered(self._folder)
 
 
 class _Reporter(TrainerCallback):  # type: ignore[misc]

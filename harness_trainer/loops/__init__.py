@@ -23,7 +23,8 @@ def open_source(env: EnvConfig, tasks: str) -> Source:
         from harness_trainer.loops.environment_class import ClassEnvironment
         from harness_trainer.loops.tool_loop import ToolLoop
 
-        return ToolLoop(ClassEnvironment(env, Path(tasks)))
+        of_class = ClassEnvironment(env, Path(tasks))
+        return ToolLoop(of_class, of_class.group_rewards)
     if isinstance(env, OpenEnvConfig):
         from harness_trainer.loops.openenv.environment import OpenEnvEnvironment
         from harness_trainer.loops.tool_loop import ToolLoop

@@ -6,7 +6,9 @@ and what `rollouts` sees of all of it, a person's own loop included (`Source`).
 
 Whose fault. What a tool raises is the tool's reply to the model, and the rollout goes on. `EpisodeLost` is the
 machinery's: the rollout is an infra failure and is tried again from its start. `EnvironmentFault` is a person's (an
-address, a class, a row): it ends the run, with what to do about it.
+address, a class, a row), and another try fails alike. Raised while a source is opened it ends the run, with what to do
+about it; raised in a rollout it is a set-up failure of that task, as `SetupFailure` is: after some of them the task is
+drawn no more (quarantine), and the rest of the run goes on.
 """
 
 from __future__ import annotations
@@ -34,6 +36,13 @@ class EnvironmentFault(HarnessTrainerError):
 
 class EpisodeLost(Exception):
     """The machinery lost the episode: session or server gone, no capacity left. Nothing of it is trained."""
+
+
+class NoPlace(EpisodeLost):
+    """The source was just found to bear fewer episodes than are open: `max_episodes` fell, and this is one too many.
+
+    Raised before the model is asked anything. The rollout then waits for a place and plays from its start.
+    """
 
 
 class SetupFailure(Exception):
@@ -89,8 +98,8 @@ class ToolReply:
 class Tool:
     """One tool of one episode. `call` gets the model's arguments as a JSON object.
 
-    It may raise anything: EpisodeLost and EnvironmentFault go on up, all else is the tool's reply to the model. When
-    the rollout is cancelled `call` is cancelled; it must then leave nothing running that nobody waits for.
+    It may raise anything: EpisodeLost and EnvironmentFault end the rollout, all else is the tool's reply to the model.
+    When the rollout is cancelled `call` is cancelled; it must then leave nothing running that nobody waits for.
     """
 
     name: str
@@ -126,10 +135,13 @@ class Scores:
 
     by_name: Mapping[str, float | None] = field(default_factory=dict)  # None = this one says nothing, which is not 0
     weights: Mapping[str, float] = field(default_factory=dict)  # of those that do not count once
+    awaits_group: bool = False  # more is said when its whole group has ended (`GroupRewards`): there is no total yet
 
     @property
     def total(self) -> float | None:
-        """The weighted sum of those that say something; None = nothing scored the episode."""
+        """The weighted sum of those that say something; None = nothing scored the episode, or not all yet."""
+        if self.awaits_group:
+            return None
         said = [self.weights.get(name, 1.0) * value for name, value in self.by_name.items() if value is not None]
         return sum(said) if said else None
 
@@ -165,7 +177,7 @@ class Environment(Protocol):
     """A source of episodes; an async context manager that is open for one run of the runner.
 
     `name` is the source's in metrics and in `RolloutResult.harness`; `max_episodes` what it can have open at once,
-    None = it does not say. Both are known once it is open.
+    None = it does not say. Both are known once it is open; `max_episodes` may fall when more is learned (`NoPlace`).
     """
 
     @property
@@ -185,7 +197,7 @@ class Environment(Protocol):
         ...
 
     def episode(self, task: Task, rollout_id: str) -> AbstractAsyncContextManager[Episode]:
-        """A fresh episode. Entering it raises EpisodeLost where there is no place for one."""
+        """A fresh episode. Entering it raises EpisodeLost where there is no place for one, NoPlace if one will be."""
         ...
 
 
@@ -248,6 +260,29 @@ class Played:
     findings: list[str] = field(default_factory=list)  # what a person should know of this rollout, a line each
 
 
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """What an episode earned beside its siblings. Example: GroupScore(Scores({"rank": 0.5}), {"mean_length": 41.0})."""
+
+    scores: Scores
+    facts: Mapping[str, float] = field(default_factory=dict)  # what the functions logged
+
+
+class GroupRewards(Protocol):
+    """Rewards of episodes that can only be told beside their siblings'. What is needed of each is kept until then.
+
+    Of a rollout whose `Scores` said `awaits_group`: either it is scored with its group or it is dropped.
+    """
+
+    async def score(self, rollout_ids: Sequence[str]) -> list[GroupScore]:
+        """Of these siblings, in this order, once. Raises what makes all of them unknown."""
+        ...
+
+    async def drop(self, rollout_ids: Sequence[str]) -> None:
+        """Give back what is kept of them, if anything is. Takes seconds at most, and raises nothing."""
+        ...
+
+
 class Source(Protocol):
     """What `rollouts` runs: an environment under the tool loop, or a person's own loop. Open for one run."""
 
@@ -256,6 +291,11 @@ class Source(Protocol):
 
     @property
     def max_episodes(self) -> int | None: ...
+
+    @property
+    def group_rewards(self) -> GroupRewards | None:
+        """None = each rollout is scored by itself."""
+        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -268,7 +308,8 @@ class Source(Protocol):
     async def play(self, task: Task, rollout_id: str, begin: Begin, limits: LoopLimits, stages: Stages) -> Played:
         """One rollout, to its end or a limit.
 
-        Raises SetupFailure, EpisodeLost, EnvironmentFault, CaptureError of the model side, and what `stages` does. When
+        Raises SetupFailure, EpisodeLost, EnvironmentFault, CaptureError of the model side, and what `stages` does;
+        NoPlace before `begin` is called: once there is a place for it, `play` is called again. When
         it is cancelled, everything that it opened is closed first.
         """
         ...

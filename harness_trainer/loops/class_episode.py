@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,85 +19,62 @@ from harness_trainer.loops.base import (
     EnvironmentFault,
     EpisodeLost,
     Message,
+    NoPlace,
     Scores,
     SetupFailure,
     Tool,
     ToolReply,
     Transcript,
 )
-from harness_trainer.loops.class_kinds import Kind, Method
-from harness_trainer.loops.contents import as_content
-from harness_trainer.loops.held_clients import clients_of, close_client, replaced, session_lost, sockets_of
-from harness_trainer.loops.own_thread import OwnThread
-from harness_trainer.loops.reward_functions import RewardFailed, RewardFunction, Sample, read_reward
+from harness_trainer.loops.class_kinds import Method
+from harness_trainer.loops.contents import as_content, error_content
+from harness_trainer.loops.group_rewards import KeptEpisodes, Waiting
+from harness_trainer.loops.held_clients import ended_by_action, max_sessions, replaced, session_lost, sockets_of
+from harness_trainer.loops.held_instance import Held
+from harness_trainer.loops.openenv.session import ENDED_OVER_IT, SessionSpent
+from harness_trainer.loops.places import Places
+from harness_trainer.loops.reward_functions import RewardFailed, RewardFunction, Rewards, Sample, read_reward
 from harness_trainer.loops.rows import prompt_of
 
 log = logging.getLogger("harness_trainer.loops")
 
 
-@dataclass(slots=True)
-class Held:
-    """An instance and the thread that it lives in."""
-
-    kind: Kind
-    instance: Any
-    thread: OwnThread
-    spoiled: bool = False  # its episode was lost, or left a call running: it must not be used again
-
-    async def close(self) -> None:
-        """Every part of it, whatever the others do. What goes wrong is logged: the episode has its result."""
-        try:
-            await self._attempt(self._close_instance)
-            for client in clients_of(self.instance):
-                await self._attempt(partial(close_client, client, self.thread))
-        finally:
-            self.thread.close()
-
-    async def _close_instance(self) -> None:
-        if self.kind.closer is not None:
-            nothing = (None, None, None) if self.kind.closer.startswith("__") else ()
-            await self.thread.call(getattr(self.instance, self.kind.closer), *nothing)
-
-    async def _attempt(self, end: Callable[[], Awaitable[object]]) -> None:
-        try:
-            await end()
-        except Exception as error:  # whatever a person's code raises
-            log.warning("an instance of %s was not closed well: %s: %s", self.kind.name, type(error).__name__, error)
-
-
 @dataclass(frozen=True, slots=True)
-class Rewards:
-    functions: list[RewardFunction]
-    weights: Mapping[str, float]
-    own: Mapping[str, str]  # what the `get_reward` of a class is called, by the class's name
+class Rules:
+    """What all episodes of a source share."""
+
+    rewards: Rewards
+    stop_when_done: bool
+    places: Places | None = None  # to be told what the server of the class's clients allows; None = of several classes
+    kept: KeptEpisodes | None = None  # reward functions judge whole groups; None = each episode by itself
 
 
 class ClassEpisode:
     """`loops.base.Episode` of an instance."""
 
-    def __init__(
-        self, held: Held, row: dict[str, Any], columns: dict[str, Any], rewards: Rewards, stop_when_done: bool
-    ) -> None:
+    def __init__(self, rollout_id: str, held: Held, row: dict[str, Any], columns: dict[str, Any], rules: Rules) -> None:
         self.tools = [
             Tool(method.name, method.description, method.parameters, partial(self._call, method))
             for method in held.kind.methods
         ]
         self.facts: dict[str, float] = {}
+        self._rollout_id = rollout_id
         self._held = held
         self._row = row
         self._columns = columns
-        self._rewards = rewards
-        self._stop_when_done = stop_when_done
+        self._rules = rules
+        self._is_ended = False  # the server ended the session over an action
 
     @property
     def done(self) -> bool:
-        return self._stop_when_done and bool(getattr(self._held.instance, "done", False))
+        return self._is_ended or (self._rules.stop_when_done and bool(getattr(self._held.instance, "done", False)))
 
     async def start(self) -> list[Message]:
         prompt = prompt_of(self._columns)
         try:
             said = await self._guarded(self._held.instance.reset, dict(self._columns))
-        except EpisodeLost:
+        except EpisodeLost as error:
+            self._note_refusal(error)
             raise
         except Exception as error:  # whatever a person's code raises
             self._held.spoiled = True
@@ -105,21 +82,36 @@ class ClassEpisode:
             raise SetupFailure(f"{where} raised {type(error).__name__}: {error}") from error
         return opening(prompt, said, f"{self._held.kind.name}.reset")
 
+    def _note_refusal(self, error: EpisodeLost) -> None:
+        """Raises NoPlace where the server has fewer places than there are episodes of this run."""
+        places = self._rules.places
+        if places is None or (most := max_sessions(error)) is None:
+            return
+        if places.learn(most):
+            log.info("the server of %s allows %d sessions: the others wait for a place", self._held.kind.name, most)
+        if places.too_many:
+            raise NoPlace(str(error)) from error
+
     async def rewards(self, transcript: Transcript) -> Scores:
         """Raises RewardFailed, EpisodeLost, EnvironmentFault."""
-        held, named = self._held, self._rewards
+        held, rewards, kept = self._held, self._rules.rewards, self._rules.kept
         sample = Sample(held.instance, self._row, transcript, self.facts)
         by_name: dict[str, float | None] = {}
-        for function in named.functions:
-            try:
-                (by_name[function.name],) = await function.score([sample], held.thread.call)
-            except RewardFailed as error:
-                if not session_lost(error):
-                    raise
-                raise EpisodeLost(str(error)) from error  # it asked an environment that is gone
-        if held.kind.rewards:
-            by_name[named.own[held.kind.name]] = await self._own_reward()
-        return Scores(by_name, named.weights)
+        for function in rewards.functions if kept is None else ():
+            (by_name[function.name],) = await self._judged(function, sample)
+        own = {rewards.own[held.kind.name]: await self._own_reward()} if held.kind.rewards else {}
+        if kept is None:
+            return Scores(by_name | own, rewards.weights)
+        kept.keep(self._rollout_id, Waiting(held, rewards, sample, own))
+        return Scores(own, rewards.weights, awaits_group=True)
+
+    async def _judged(self, function: RewardFunction, sample: Sample) -> list[float | None]:
+        try:
+            return await function.score([sample], self._held.thread.call)
+        except RewardFailed as error:
+            if self._is_ended or not session_lost(error):
+                raise
+            raise EpisodeLost(str(error)) from error  # it asked an environment that is gone
 
     async def _own_reward(self) -> float | None:
         who = f"{self._held.kind.name}.get_reward"
@@ -137,11 +129,17 @@ class ClassEpisode:
             method.signature.bind(**arguments)
         except TypeError as error:
             raise TypeError(f"{method.name}: {error}") from None
-        value = await self._guarded(getattr(self._held.instance, method.member), arguments)
+        try:
+            value = await self._guarded(getattr(self._held.instance, method.member), arguments)
+        except SessionSpent as error:
+            return ToolReply(error_content(str(error)), failed=True, done=True)
         return ToolReply(as_content(value), done=self.done)
 
     async def _guarded(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Call it. Raises EpisodeLost where the session is gone, or was silently replaced; else what it raises."""
+        """Call it. Raises EpisodeLost where the session is gone, or was silently replaced; else what it raises.
+
+        SessionSpent where the policy's own action was the end of the session: what it earned until then counts.
+        """
         held = self._held
         # `reset` begins a game, on whatever connection it likes.
         sockets = [] if function == held.instance.reset else sockets_of(held.instance)
@@ -151,14 +149,21 @@ class ClassEpisode:
             held.spoiled = True
             raise
         except Exception as error:  # whatever a person's code raises
+            if ended_by_action(error):
+                held.spoiled = self._is_ended = True
+                raise SessionSpent(ENDED_OVER_IT) from error
             if not session_lost(error) and not replaced(sockets):
                 raise
-            held.spoiled = True
-            raise EpisodeLost(f"{held.kind.name}: {type(error).__name__}: {error}") from error
+            raise self._gone(f"{held.kind.name}: {type(error).__name__}: {error}") from error
         if replaced(sockets):
-            held.spoiled = True
-            raise EpisodeLost(f"a client of {held.kind.name} lost its session and was connected to a fresh one")
+            raise self._gone(f"a client of {held.kind.name} lost its session and was connected to a fresh one")
         return value
+
+    def _gone(self, why: str) -> Exception:
+        self._held.spoiled = True
+        if self._is_ended:
+            return SessionSpent(f"{self._held.kind.name} was asked after its session had ended over an invalid action")
+        return EpisodeLost(why)
 
 
 def opening(prompt: list[Message], said: Any, where: str) -> list[Message]:

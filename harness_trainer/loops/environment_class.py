@@ -18,7 +18,12 @@ must make one ready; one whose episode was lost or given up is not used again.
 is shown the tools of its own class only. Wrong names are found before the run begins.
 
 **Rewards.** The sum of the reward functions and of `get_reward` (named after the class), weighted, over those that say
-something. Called by `open_source` through `tool_loop`; settings are `environments.EnvironmentClassConfig`.
+something. With `reward_scope="group"` the functions see a whole group at once (`group_rewards`).
+
+**Places.** A server that refuses a session of a class's clients tells how many it allows: from then on no more episodes
+are open than that, for a class that keeps one client. Where there are several classes nobody knows whose server it is.
+
+Called by `open_source` through `tool_loop`; settings are `environments.EnvironmentClassConfig`.
 """
 
 from __future__ import annotations
@@ -33,11 +38,14 @@ from typing import Any, Self
 
 from harness_trainer.environments.class_config import EnvironmentClassConfig
 from harness_trainer.loops.base import ROW, EnvironmentFault, EpisodeLost
-from harness_trainer.loops.class_episode import ClassEpisode, Held, Rewards
+from harness_trainer.loops.class_episode import ClassEpisode, Rules
 from harness_trainer.loops.class_kinds import Kind, check_factory, read_kind
+from harness_trainer.loops.group_rewards import KeptEpisodes
+from harness_trainer.loops.held_instance import Held
 from harness_trainer.loops.loading import load_target
 from harness_trainer.loops.own_thread import OwnThread
-from harness_trainer.loops.reward_functions import RewardFunction, free_name, load_rewards
+from harness_trainer.loops.places import Places
+from harness_trainer.loops.reward_functions import RewardFunction, Rewards, free_name, load_rewards
 from harness_trainer.loops.rows import load_rows
 from harness_trainer.tasks import Task
 
@@ -49,12 +57,17 @@ class ClassEnvironment:
 
     def __init__(self, config: EnvironmentClassConfig, rows: Path) -> None:
         self.name = config.name or config.target.rpartition(":")[2]
-        self.max_episodes = config.max_episodes
+        self.group_rewards = KeptEpisodes() if config.reward_scope == "group" else None
+        self._places = Places(config.max_episodes)
         self._config = config
         self._rows = rows
         self._kinds: dict[str | None, Kind] = {}  # None = the only one, which rows need not name
         self._rewards = Rewards([], {}, {})
         self._pool: dict[str | None, list[Held]] = {}
+
+    @property
+    def max_episodes(self) -> int | None:
+        return self._places.limit
 
     async def __aenter__(self) -> Self:
         """Raises EnvironmentFault."""
@@ -67,6 +80,8 @@ class ClassEnvironment:
                 await self._probe(name, factory)
             functions = await asyncio.to_thread(load_rewards, self._config.rewards)
             self._rewards = _named(functions, list(self._kinds.values()), self._config.reward_weights)
+            if self.group_rewards is not None and not functions:
+                raise EnvironmentFault("reward_scope is group, and no function judges one: give --env.rewards")
         except BaseException:
             await self._close_pool()
             raise
@@ -75,6 +90,8 @@ class ClassEnvironment:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.group_rewards is not None:
+            await self.group_rewards.close()
         await self._close_pool()
 
     async def _probe(self, name: str | None, factory: Any) -> None:
@@ -111,13 +128,18 @@ class ClassEnvironment:
 
     @asynccontextmanager
     async def episode(self, task: Task, rollout_id: str) -> AsyncIterator[ClassEpisode]:
-        name = self._name_of(task)
-        held = await self._take(name, rollout_id)
-        row = copy.deepcopy(task.metadata[ROW])  # its siblings' and the next epoch's row, whatever `reset` does to it
-        try:
-            yield ClassEpisode(held, row, self._for_reset(row), self._rewards, self._config.stop_when_done)
-        finally:
-            await self._give_back(name, held)
+        name, kept = self._name_of(task), self.group_rewards
+        rules = Rules(self._rewards, self._config.stop_when_done, self._places if None in self._kinds else None, kept)
+        async with self._places.held():
+            held = await self._take(name, rollout_id)
+            row = copy.deepcopy(task.metadata[ROW])  # its siblings' and the next epoch's, whatever `reset` does
+            try:
+                yield ClassEpisode(rollout_id, held, row, self._for_reset(row), rules)
+            finally:
+                if kept is not None and kept.has(rollout_id):
+                    await held.end_sessions()
+                else:
+                    await self._give_back(name, held)
 
     def _name_of(self, task: Task) -> str | None:
         if None in self._kinds:

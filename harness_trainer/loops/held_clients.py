@@ -11,15 +11,19 @@ that never imported OpenEnv holds no client. Called by `environment_class`.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from harness_trainer.loops.base import EpisodeLost
+from harness_trainer.loops.openenv.session import UNWRITABLE
 from harness_trainer.loops.own_thread import OwnThread
 
 # The server's answers that mean no session, in OpenEnv's `WSErrorCode`; the rest is about the action.
 _SESSION_CODES = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")
+_SERVER_SAID = re.compile(r"Server error: (?P<said>.*) \(code: (?P<code>\w+)\)", re.DOTALL)  # as its client words it
+_AT_CAPACITY = re.compile(r"\d+/(\d+) sessions active")
 _CHAIN = 16  # causes of an error that are looked at
 
 
@@ -62,6 +66,21 @@ def session_lost(error: BaseException) -> bool:
     return any(_says_lost(each) for each in _chain(error))
 
 
+def ended_by_action(error: BaseException) -> bool:
+    """Whether the server ended the session over an invalid action: the policy's fault, and the end of its episode."""
+    said = [_said(each) for each in _chain(error)]
+    return any(code == "SESSION_ERROR" and message.startswith(UNWRITABLE) for code, message in said)
+
+
+def max_sessions(error: BaseException) -> int | None:
+    """How many sessions the server allows, where it refused one because they are all taken; None = no such refusal."""
+    for each in _chain(error):
+        code, message = _said(each)
+        if code == "CAPACITY_REACHED" and (most := _AT_CAPACITY.search(message)):
+            return int(most[1])
+    return None
+
+
 def _says_lost(error: BaseException) -> bool:
     if isinstance(error, EpisodeLost) or type(error).__name__ in ("SessionLostError", "SessionCapacityError"):
         return True
@@ -69,7 +88,13 @@ def _says_lost(error: BaseException) -> bool:
         return True
     if not _from_openenv(error):
         return False
-    return isinstance(error, ConnectionError | TimeoutError) or any(code in str(error) for code in _SESSION_CODES)
+    return isinstance(error, ConnectionError | TimeoutError) or _said(error)[0] in _SESSION_CODES
+
+
+def _said(error: BaseException) -> tuple[str, str]:
+    """Code and message of an answer of the server's that OpenEnv's client raised; ("", "") = it is no such error."""
+    found = _SERVER_SAID.fullmatch(str(error)) if _from_openenv(error) else None
+    return ("", "") if found is None else (found["code"], found["said"])
 
 
 def _from_openenv(error: BaseException) -> bool:

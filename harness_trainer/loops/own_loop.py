@@ -33,6 +33,7 @@ from harness_trainer.loops.base import (
     Begin,
     EnvironmentFault,
     EpisodeLost,
+    GroupRewards,
     LoopLimits,
     Message,
     Model,
@@ -58,6 +59,7 @@ class OwnLoop:
     def __init__(self, loop: type, rows: Path, name: str | None = None) -> None:
         self.name = name or loop.__name__
         self.max_episodes: int | None = None
+        self.group_rewards: GroupRewards | None = None
         self._loop = loop
         self._rows = rows
         _check(loop)

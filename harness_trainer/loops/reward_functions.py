@@ -1,13 +1,14 @@
 """Reward functions as TRL calls them: `reward_func(environments, **kwargs) -> list[float | None]`.
 
 Owns what they are given, how their lists are read, and their names. A function is called when an episode is over and
-its environment still open, with lists of one entry: `environments`, `prompts`, `completions` (messages, the arguments
-of tool calls as objects), `completion_ids`, every other column of the row, and `log_metric(name, value)` and
-`log_extra(column, values)`. One that has no **kwargs is given what it asks for. `trainer_state` is not to be had: the
-optimizer runs in another process. None and NaN mean that a function says nothing of an episode, which is not 0.
+its environment still open, with lists of one entry; or once for a whole group (`group_rewards`). It is given
+`environments`, `prompts`, `completions` (messages, the arguments of tool calls as objects), `completion_ids`, every
+other column of the row, and `log_metric(name, value)` and `log_extra(column, values)`. One that has no **kwargs is
+given what it asks for. `trainer_state` is not to be had: the optimizer runs in another process. None and NaN mean that
+a function says nothing of an episode, which is not 0.
 
-What a function raises, and what is not finite, leaves that episode's reward unknown (RewardFailed); a list of the wrong
-length or of what are no numbers is a fault of the function, which ends the run. Called by `environment_class`.
+What a function raises, and an infinite reward, leaves what it was to score unknown (RewardFailed); a list of the wrong
+length or of what are no numbers is a fault of the function (EnvironmentFault). Called by the environments' episodes.
 """
 
 from __future__ import annotations
@@ -78,6 +79,15 @@ class RewardFunction:
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
             return arguments
         return {name: value for name, value in arguments.items() if name in taken}
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """All that score the episodes of environment classes."""
+
+    functions: Sequence[RewardFunction]
+    weights: Mapping[str, float]
+    own: Mapping[str, str]  # what the `get_reward` of a class is called, by the class's name
 
 
 def load_rewards(targets: Sequence[str]) -> list[RewardFunction]:

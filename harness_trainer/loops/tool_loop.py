@@ -35,6 +35,7 @@ from harness_trainer.loops.base import (
     Environment,
     Episode,
     EpisodeLost,
+    GroupRewards,
     LoopLimits,
     Message,
     Model,
@@ -78,7 +79,8 @@ class Ended:
 class ToolLoop:
     """`loops.base.Source` of an environment: its episodes, driven by the model's tool calls."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, group_rewards: GroupRewards | None = None) -> None:
+        self.group_rewards = group_rewards
         self._environment = environment
 
     @property

@@ -1,6 +1,7 @@
 """The rollout runner as a process: `python -m harness_trainer.rollouts --spec FILE`, started by the supervisor.
 
-Owns its life cycle: signals, the store's error entry, the exit code. The admin key comes in the environment.
+Owns its life cycle (signals, the store's error entry, the exit code) and the opening of the run's sources, of whatever
+kinds, under one runner. The admin key comes in the environment.
 """
 
 from __future__ import annotations
@@ -13,32 +14,24 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from capture_proxy.admin_client import AdminClient
 from harness_trainer.environments import WHITE_BOX, OpenEnvHarborConfig
-from harness_trainer.errors import HarnessTrainerError
-from harness_trainer.rewards.custom import load_reward
-from harness_trainer.rollouts.boxes import Boxes
-from harness_trainer.rollouts.budget import Caps
-from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RolloutConfig, RunnerSpec
-from harness_trainer.rollouts.harbor import open_harbor
-from harness_trainer.rollouts.harbor_server import run_on_server
-from harness_trainer.rollouts.journal import Journal
-from harness_trainer.rollouts.mix import load_mix
-from harness_trainer.rollouts.proxies import open_access
-from harness_trainer.rollouts.rollout import Means, run_rollout
-from harness_trainer.rollouts.runner import Runner
-from harness_trainer.rollouts.sealing import sealing
+from harness_trainer.errors import ConfigError, HarnessTrainerError
+from harness_trainer.rollouts.agent_sources import open_agents
+from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RunnerSpec
+from harness_trainer.rollouts.harbor_server import open_server
+from harness_trainer.rollouts.model_side import ModelSide, open_model_side
+from harness_trainer.rollouts.runner import Runner, TakeOver
+from harness_trainer.rollouts.sources import OpenSource, Sources, naming
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.takeover import Takeover
-from harness_trainer.rollouts.white_box_run import run_white_box
-from harness_trainer.tasks import load_tasks
-from sandboxes import open_backend
+from harness_trainer.rollouts.types import Job
+from harness_trainer.rollouts.white_box_run import close_lost, open_white_box, seal_lost
 from sandboxes.base import SandboxError
-from sandboxes.ownership import keeper_of_this_process
-from sandboxes.pool import Bounds, Pool
 
 log = logging.getLogger("harness_trainer.rollouts")
 
@@ -50,72 +43,51 @@ async def _main(spec: RunnerSpec, store: RolloutStore) -> None:
     assert current is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, current.cancel)
-    admin_key = os.environ["CAPTURE_PROXY_ADMIN_KEY"]
-    if isinstance(spec.env, OpenEnvHarborConfig):
-        await run_on_server(spec, spec.env, store, admin_key)
-        return
-    if isinstance(spec.env, WHITE_BOX):
-        await run_white_box(spec, store)
-        return
-    tasks = load_tasks(spec.tasks)
-    held_out = load_tasks(spec.config.evaluation.tasks) if spec.config.evaluation.tasks else []
-    everything = [*tasks, *held_out]
-    mix = load_mix(spec.harness, everything, spec.config)
-    reward = load_reward(spec.config.reward)
     async with AsyncExitStack() as stack:
-        admin = await stack.enter_async_context(AdminClient(spec.admin_url, admin_key, patience_s=GATEWAY_PATIENCE_S))
-        access = await open_access(stack, spec, everything, admin_key, *mix.harnesses.values())
-        boxes = {name: Boxes(_spec_for(spec, name), harness, access) for name, harness in mix.harnesses.items()}
-        backend = open_backend(spec.sandbox, run_id=spec.run_id, registry=spec.registry, access=access)
-        await stack.enter_async_context(backend)
-        for task in everything:
-            for of_agent in boxes.values():
-                of_agent.check(task, backend)
-        pool = await stack.enter_async_context(Pool(backend, _bounds(spec.config)))
-        harbor = await open_harbor(stack, spec, backend, *mix.harnesses.values())
-        caps = Caps(spec.config)
-        journal = Journal(store, spec.sandbox.type, keeper_of_this_process(spec.registry))
-        means = {
-            name: Means(of_agent, backend, pool, caps, admin, reward, harbor, journal)
-            for name, of_agent in boxes.items()
-        }
+        sources, take_over = await _opened(stack, spec, store, os.environ["CAPTURE_PROXY_ADMIN_KEY"])
         runner = Runner(
-            spec.config,
-            tasks,
-            store,
-            sealing(admin, lambda job: run_rollout(job, means[job.harness])),
-            harness_of=mix.of_group,
-            schedule=spec,
-            evaluation_tasks=held_out,
-            evaluated=mix.evaluated(held_out, every_agent=spec.every_agent, num=spec.num_evaluated),
-            plan=lambda needs: pool.plan([(boxes[agent].spec_of(task), count) for task, agent, count in needs]),
-            take_over=Takeover(
-                journal,
-                backend,
-                spec.registry,
-                admin,
-                tasks={task.name: task for task in tasks},
-                evaluation_tasks={task.name: task for task in held_out},
-                harnesses=boxes.keys(),
-            ),
+            spec.config, sources, store, schedule=spec, num_evaluated=spec.num_evaluated, take_over=take_over
         )
-        try:
-            await runner.run()
-        finally:
-            log.info("sandbox pool: %s", pool.counts)
+        await runner.run()
 
 
-def _spec_for(spec: RunnerSpec, harness: str) -> RunnerSpec:
-    """The run's spec as the rollouts of one of its agents see it."""
-    return spec.model_copy(update={"harness_bin": spec.harness_bins.get(harness, spec.harness_bin)})
+async def _opened(
+    stack: AsyncExitStack, spec: RunnerSpec, store: RolloutStore, admin_key: str
+) -> tuple[Sources, TakeOver | None]:
+    """Every source of the run, in the order of its settings, and who takes over from a killed runner."""
+    white_box = [source for source in spec.each_source() if isinstance(source.env, WHITE_BOX)]
+    own = [source for source in spec.each_source() if source.env.type == "own"]
+    found: dict[str, OpenSource] = {}
+    model_side = admin = agents = None
+    if white_box:
+        if spec.pipeline is None:
+            what = "the run's spec has no way to the engine (`pipeline`)"
+            raise ConfigError(f"{what}: start it with `harness-trainer train`")
+        model_side = await stack.enter_async_context(open_model_side(spec.pipeline, spec.store))
+    if len(white_box) < len(spec.each_source()):
+        admin = await stack.enter_async_context(AdminClient(spec.admin_url, admin_key, patience_s=GATEWAY_PATIENCE_S))
+    for source in spec.each_source():
+        with naming(source.name):
+            if isinstance(source.env, OpenEnvHarborConfig) and admin is not None:
+                found[source.name] = await open_server(spec, source, source.env, admin)
+            elif model_side is not None and isinstance(source.env, WHITE_BOX):
+                found[source.name] = await open_white_box(stack, source, model_side)
+    if own and admin is not None:
+        agents = await open_agents(stack, spec, own, store, admin, admin_key)
+        found |= {source.name: source for source in agents.sources}
+    in_order = [found[source.name] for source in spec.each_source()]
+    if agents is None:
+        return Sources(in_order), None if model_side is None else lambda: close_lost(store, model_side)
+    return Sources(in_order, plan=agents.plan), lambda: _take_over(agents.take_over, store, model_side)
 
 
-def _bounds(config: RolloutConfig) -> Bounds:
-    return Bounds(
-        per_spec=config.warm_per_task,
-        total=config.warm_total,
-        starting=config.max_creating or config.max_concurrent,
-    )
+async def _take_over(agents: Takeover, store: RolloutStore, model_side: ModelSide | None) -> Sequence[Job]:
+    """Agents go on. What else a killed runner ran has ended with it, and is run again."""
+    unfinished = await asyncio.to_thread(store.unfinished_rollouts)
+    jobs = await agents()
+    if model_side is not None:
+        await seal_lost(unfinished, {job.rollout_id for job in jobs}, model_side)
+    return jobs
 
 
 def _judgement(error: BaseException) -> str | None:

@@ -124,10 +124,28 @@ class PipelineSpec(BaseModel):
     engine_patience_s: float = Field(0.0, ge=0)
 
 
+class SourceSpec(BaseModel):
+    """One of a run's `sources`, as the runner is told of it; paths are absolute."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = ""  # "" = the run has this one only, see `sources`
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    config: RolloutConfig  # the run's, with the source's own settings and its own tasks to evaluate on
+    env: EnvConfig = Field(default_factory=OwnConfig)  # a server's: tasks, harness_bins mean nothing
+    tasks: str
+    harness: str
+    harness_bins: dict[str, Path] = Field(default_factory=dict)  # by name, of every agent of it
+
+
 class RunnerSpec(Schedule):
-    """What the supervisor hands to the runner process, as one JSON file in the run folder. Holds no secret."""
+    """What the supervisor hands to the runner process, as one JSON file in the run folder. Holds no secret.
+
+    With several `sources`, those say what `env`, `tasks`, `harness` and its programs say of a run that has one.
+    """
 
     config: RolloutConfig
+    sources: list[SourceSpec] = Field(default_factory=list)
     sandbox: SandboxConfig = Field(default_factory=LocalConfig)
     env: EnvConfig = Field(default_factory=OwnConfig)  # a server's: tasks, harness_bin, sandbox mean nothing
     tasks: str
@@ -145,3 +163,21 @@ class RunnerSpec(Schedule):
     access: Access  # the gateway's agent port, and what else sandboxes are led to
     admin_url: str  # the gateway's admin interface; its key comes in the environment
     pipeline: PipelineSpec | None = None  # the way to the engine for loops of our own; None = there are none
+
+    def each_source(self) -> list[SourceSpec]:
+        """One or several, in the same form."""
+        return self.sources or [
+            SourceSpec(
+                config=self.config,
+                env=self.env,
+                tasks=self.tasks,
+                harness=self.harness,
+                harness_bins=self.harness_bins,
+            )
+        ]
+
+    def of_source(self, source: SourceSpec, harness: str | None = None) -> RunnerSpec:
+        """The run's spec as the rollouts of one source see it, those of one of its agents too where one is named."""
+        own = {name: getattr(source, name) for name in ("config", "env", "tasks", "harness", "harness_bins")}
+        bins = source.harness_bins
+        return self.model_copy(update={**own, "harness_bin": bins.get(harness or source.harness, self.harness_bin)})

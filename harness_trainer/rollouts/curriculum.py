@@ -1,13 +1,13 @@
-"""Which task the next group gets: in passes or by pass rate, and never one that is in quarantine.
+"""Which task of a source the next group gets: in passes or by pass rate, and never one that is in quarantine.
 
-Owns the choice. It depends on the group's id, the seed and what the store holds, so a restart draws the same. Used by
-`runner`.
+Owns the choice. It depends on the group's number, the seed and what the store holds, so a restart draws the same. Used
+by `sources`, which says the number that a group has in its source; in a run of one source that is the group's id.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.rollouts.config import RolloutConfig
@@ -41,17 +41,17 @@ class Curriculum:
         self._tasks = list(tasks)
         self._store = store
 
-    def draw(self, group_id: int) -> Task:
-        """Raises TrainingFailed when every task is in quarantine."""
+    def left(self, quarantined: Mapping[str, str]) -> list[Task]:
+        """The tasks that may be drawn."""
+        return [task for task in self._tasks if task.name not in quarantined]
+
+    def draw(self, group_id: int, quarantined: Mapping[str, str] | None = None) -> Task:
+        """`quarantined`: as the store gives it; None = as it is now. Raises TrainingFailed when every task is there."""
         config, curriculum = self._config, self._config.curriculum
-        quarantined = self._store.quarantined()
-        tasks = [task for task in self._tasks if task.name not in quarantined]
+        quarantined = self._store.quarantined() if quarantined is None else quarantined
+        tasks = self.left(quarantined)
         if not tasks:
-            raise TrainingFailed(
-                f"all {len(self._tasks)} tasks are quarantined, because no sandbox could be had for them:"
-                f" {_reasons(quarantined)}. Mend them (`harness-trainer tasks check` tries them) and continue with"
-                " --rollouts.forget-quarantine true"
-            )
+            raise TrainingFailed(all_quarantined(len(self._tasks), quarantined))
         if curriculum.by == "order":
             return task_of_group(group_id, tasks, config.seed)
         rates = self._store.pass_rates(config.pass_reward, curriculum.window)
@@ -59,7 +59,14 @@ class Curriculum:
         return random.Random(f"curriculum:{config.seed}:{group_id}").choices(tasks, weights)[0]
 
 
-def _reasons(quarantined: dict[str, str]) -> str:
+def all_quarantined(num_tasks: int, quarantined: Mapping[str, str]) -> str:
+    return (
+        f"all {num_tasks} tasks are quarantined, because none could be set up: {_reasons(quarantined)}. Mend that"
+        " (`harness-trainer tasks check` tries tasks in sandboxes) and continue with --rollouts.forget-quarantine true"
+    )
+
+
+def _reasons(quarantined: Mapping[str, str]) -> str:
     named = [f"{task}: {reason}" for task, reason in list(quarantined.items())[:_NAMED_TASKS]]
     more = len(quarantined) - len(named)
     return "; ".join(named) + (f"; and {more} more" if more else "")

@@ -15,20 +15,21 @@ import asyncio
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from harness_trainer.errors import TaskError
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.group import Group
 from harness_trainer.rollouts.slots import Slots
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.tasks import Task
+
+if TYPE_CHECKING:
+    from harness_trainer.rollouts.sources import Sources
 
 log = logging.getLogger("harness_trainer.rollouts")
 
-HarnessOf: TypeAlias = Callable[[int, Task], str]  # the name of a group's agent
 POLL_S = 0.25
 _Z = statistics.NormalDist().inv_cdf(0.975)  # 95 %, two-sided
 
@@ -57,16 +58,24 @@ class Report:
         )
 
 
-def summarise(rewards: Mapping[str, Sequence[float | None]], pass_reward: float) -> Report:
-    """`rewards`: of every rollout, by task; None = it could not be scored."""
+def summarise(
+    rewards: Mapping[str, Sequence[float | None]], pass_reward: float, of_tasks: Mapping[str, float] | None = None
+) -> Report:
+    """`rewards`: of every rollout, by task; None = it could not be scored.
+
+    `of_tasks`: what passes is, by task, of those that differ from `pass_reward`.
+    """
     known = {task: [r for r in of_task if r is not None] for task, of_task in rewards.items()}
+    bars = [(of_tasks or {}).get(task, pass_reward) for task, of_task in known.items() if of_task]
     scored = [of_task for of_task in known.values() if of_task]
     num_scored = sum(map(len, scored))
     num_unscored = sum(map(len, rewards.values())) - num_scored
     if not scored:
         return Report(None, None, None, None, 0, 0, num_unscored)
     means = [statistics.fmean(of_task) for of_task in scored]
-    passes = [statistics.fmean(float(reward >= pass_reward) for reward in of_task) for of_task in scored]
+    passes = [
+        statistics.fmean(float(reward >= bar) for reward in of_task) for of_task, bar in zip(scored, bars, strict=True)
+    ]
     return Report(
         statistics.fmean(passes),
         proportion_interval(passes, num_scored),
@@ -116,7 +125,7 @@ class Evaluator:
     def __init__(
         self,
         config: RolloutConfig,
-        tasks: Sequence[Task],
+        sources: Sources,
         store: RolloutStore,
         slots: Slots,
         groups: Sequence[tuple[str, str]],
@@ -124,7 +133,7 @@ class Evaluator:
         last_step: int,
     ) -> None:
         self._config = config
-        self._tasks = {task.name: task for task in tasks}
+        self._sources = sources
         self._store = store
         self._slots = slots
         self._groups = groups
@@ -143,7 +152,7 @@ class Evaluator:
                 await self._evaluate(due)
 
     async def _evaluate(self, step: int) -> None:
-        log.info("evaluating the policy after step %d on %d tasks", step, len(self._tasks))
+        log.info("evaluating the policy after step %d on %d tasks", step, len({task for task, _ in self._groups}))
         await asyncio.to_thread(self._store.start_evaluation, step, self._groups)
         groups = await asyncio.to_thread(self._store.evaluation_groups, step)
         async with asyncio.TaskGroup() as running:
@@ -154,15 +163,30 @@ class Evaluator:
         for group_id, task, *_ in groups:
             results = await asyncio.to_thread(self._store.results, group_id)
             rewards.setdefault(task, []).extend(result.reward for result in results)
-        report = summarise(rewards, self._config.pass_reward)
-        line = f"evaluation after step {step}: {report.line}"
-        await asyncio.to_thread(self._store.finish_evaluation, step, asdict(report), line)
+        report, line = self._report(rewards)
+        line = f"evaluation after step {step}: {line}"
+        await asyncio.to_thread(self._store.finish_evaluation, step, report, line)
         log.info(line)
 
+    def _report(self, rewards: Mapping[str, Sequence[float | None]]) -> tuple[dict[str, Any], str]:
+        """Of all tasks; where the run has several sources, of each as well. The line for people says the same."""
+        sources = self._sources
+        passed_at = {task: sources.config_of(task).pass_reward for task in rewards}
+        whole = summarise(rewards, self._config.pass_reward, passed_at)
+        report, line = asdict(whole), whole.line
+        if sources.names == [""]:
+            return report, line
+        its: dict[str, dict[str, Sequence[float | None]]] = {}
+        for task, of_task in rewards.items():
+            its.setdefault(sources.name_of(task), {})[task] = of_task
+        by_source = {name: summarise(of_its, self._config.pass_reward, passed_at) for name, of_its in its.items()}
+        report["sources"] = {name: asdict(one) for name, one in by_source.items()}
+        return report, "; ".join([line, *(f"{name}: {one.line}" for name, one in by_source.items())])
+
     async def _run_group(self, group_id: int, name: str, harness: str) -> None:
-        if name not in self._tasks:
+        if name not in self._sources.evaluation_tasks:
             raise TaskError(f"an evaluation under way has task {name!r}, which is gone from its tasks: put it back")
-        group = Group(group_id, self._tasks[name], harness, self._config.evaluation.samples)
+        group = Group(group_id, self._sources.evaluation_tasks[name], harness, self._config.evaluation.samples)
         for slot, result in (await asyncio.to_thread(self._store.results_by_slot, group_id)).items():
             group.finish(slot, result)
         await self._slots.fill(group)

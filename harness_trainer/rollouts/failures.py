@@ -36,10 +36,15 @@ class Backoff:
 
 
 class Breaker:
-    """Raises TrainingFailed once `share` of the last `window` tries of rollouts, in all groups, were infra failures."""
+    """Raises TrainingFailed once `share` of the last `window` tries of a source, in all groups, were infra failures.
 
-    def __init__(self, window: int, share: float) -> None:
+    One for each source: a dead server's tries fail at once, and would fill a window that all share in no time.
+    `source`: its name; "" = the run has one, which needs none.
+    """
+
+    def __init__(self, window: int, share: float, source: str = "") -> None:
         self._share = share
+        self._whose = f" of source {source}" if source else ""
         self._failures: deque[str | None] = deque(maxlen=window)  # reason of each try; None = it was no infra failure
 
     def note(self, result: RolloutResult) -> None:
@@ -51,7 +56,8 @@ class Breaker:
         window = self._failures.maxlen or 0
         if failed and len(self._failures) == window and len(reasons) >= self._share * window:
             raise TrainingFailed(
-                f"{len(reasons)} of the last {window} rollouts failed for infra reasons: {_most_frequent(reasons)}."
+                f"{len(reasons)} of the last {window} rollouts{self._whose} failed for infra reasons:"
+                f" {_most_frequent(reasons)}."
                 " Mend that (logs/runner.log, logs/gateway.log, artifacts/) and run the same command again."
                 " rollouts.infra_window and rollouts.infra_share say how much is borne"
             )

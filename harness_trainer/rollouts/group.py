@@ -4,8 +4,9 @@ The rule: a group wants `group_size` scored rollouts. One that infra failures le
 replaced by a fresh sample in a further slot, at most `max_refills` times per group. A group that then has `min_group`
 scored rollouts is ready, and its unscored ones are out of the baseline; any other is dropped, and another group takes
 its place. `min_group` is by default the whole group: all rollouts but those that a reward function left unscored on
-purpose. A group is given up, without refills, once `setup_tries` of its tries found that the task's sandbox cannot be
-had and none got one.
+purpose. Where rewards compare siblings, a rollout that came to something counts as scored until all have ended; what is
+left out when they are scored together is not replaced. A group is given up, without refills, once `setup_tries` of its
+tries found that the task's sandbox cannot be had and none got one.
 
 Owns the group's state in memory; `slots` runs its rollouts, `runner` obeys its verdict.
 """
@@ -41,6 +42,7 @@ class Group:
     harness: str  # one agent for all its rollouts: they share a baseline
     size: int
     results: dict[int, RolloutResult] = field(default_factory=dict)  # by slot: what stands for it, without its trace
+    waiting: dict[int, RolloutResult] = field(default_factory=dict)  # by slot: to be scored when all have ended
     sampling_since: dict[str, int] = field(default_factory=dict)  # rollout at work -> policy version when it began
     kept: set[int] = field(default_factory=set)  # the policies that sampled trained tokens of `results`
     num_setup_failed: int = 0
@@ -59,7 +61,15 @@ class Group:
     def finish(self, slot: int, result: RolloutResult) -> None:
         """The result that stands for the slot."""
         self.results[slot] = replace(result, trace=None)
-        if result.reward is not None and result.trace is not None:
+        self._keep(result)
+
+    def wait(self, slot: int, result: RolloutResult) -> None:
+        """Its rollout has ended, and is scored when its siblings have."""
+        self.waiting[slot] = result
+        self._keep(result)
+
+    def _keep(self, result: RolloutResult) -> None:
+        if (result.reward is not None or result.awaits_group) and result.trace is not None:
             self.kept |= sampled_versions(result.trace)
 
     def is_hopeless(self, setup_tries: int) -> bool:
@@ -76,19 +86,20 @@ class Group:
 
     def missing(self) -> list[int]:
         """Its own slots that have no result yet."""
-        return [slot for slot in range(self.size) if slot not in self.results]
+        return [slot for slot in range(self.size) if slot not in self.results and slot not in self.waiting]
 
     def refills(self, config: RolloutConfig) -> list[int]:
         """Further slots to run, when all so far are over."""
         if self.is_stale or self.is_hopeless(config.setup_tries):
             return []
-        first = max([self.size - 1, *self.results]) + 1
+        first = max([self.size - 1, *self.results, *self.waiting]) + 1
         used = first - self.size
         return list(range(first, first + max(0, min(self._wanted - self.num_scored, config.max_refills - used))))
 
     @property
     def num_scored(self) -> int:
-        return sum(result.reward is not None for result in self.results.values())
+        """Those that wait for their siblings included."""
+        return sum(result.reward is not None for result in self.results.values()) + len(self.waiting)
 
     @property
     def _wanted(self) -> int:

@@ -3,7 +3,7 @@
 Owns the order of the stages, what the server is asked, and what its answer comes to. The server has tasks, sandboxes,
 agents and verifiers; each of its model calls goes through a capture proxy of its own to our gateway, with the token of
 the rollout's session. What is trained is our capture, never the server's; the reward is the server's. The wire is
-`environments.openenv_harbor`'s; `__main__` runs this instead of `rollout` where the run says so.
+`environments.openenv_harbor`'s; `__main__` opens a server for each source that names one.
 
 The server asks an engine it does not know some questions of its own, with the rollout's token. It asks none of a model
 that is not in the engine's list, so it gets a name that is not (the gateway serves its one model under any). Where
@@ -32,11 +32,10 @@ from harness_trainer.environments.openenv_harbor import Session as Place
 from harness_trainer.rewards.custom import RewardFunction, load_reward
 from harness_trainer.rollouts import scoring
 from harness_trainer.rollouts.budget import Budget, Limits, StageTimeout
-from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RunnerSpec
-from harness_trainer.rollouts.runner import Runner
+from harness_trainer.rollouts.config import RunnerSpec, SourceSpec
 from harness_trainer.rollouts.sealing import SEAL_TIMEOUT_S, sealing
 from harness_trainer.rollouts.server_verdict import describe, judge, without_questions
-from harness_trainer.rollouts.store import RolloutStore
+from harness_trainer.rollouts.sources import OpenSource, named
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
 from harness_trainer.tasks import Task
 
@@ -64,29 +63,29 @@ class ServerMeans:
     def llm_url(self) -> str:
         """The gateway as the server reaches it, with /v1: OpenEnv takes an address that has a path as it is."""
         gateway = self.spec.access.gateway
-        address = None if gateway is None else gateway.public_url or gateway.url
+        address = None if gateway is None else gateway.public_now() or gateway.public_url or gateway.url
         if address is None:
             raise ServerFailed("the gateway has no address that a server could reach: set --gateway.public-url")
         return f"{address.rstrip('/')}/v1"
 
 
-async def run_on_server(spec: RunnerSpec, config: OpenEnvHarborConfig, store: RolloutStore, admin_key: str) -> None:
-    """What `__main__` runs until it is cancelled. Raises what the start of a run does (`environments`)."""
+async def open_server(
+    spec: RunnerSpec, source: SourceSpec, config: OpenEnvHarborConfig, admin: AdminClient
+) -> OpenSource:
+    """The server's tasks, and how a rollout of one is run. Raises what the start of a run does (`environments`)."""
     await asyncio.to_thread(_import_client)
     server = HarborServer(config)
-    tasks = await server.tasks()
-    reward = load_reward(spec.config.reward)
-    async with AdminClient(spec.admin_url, admin_key, patience_s=GATEWAY_PATIENCE_S) as admin:
-        means = ServerMeans(spec, server, admin, reward)
-        runner = Runner(
-            spec.config,
-            tasks,
-            store,
-            sealing(admin, lambda job: run_rollout(job, means)),
-            harness_of=lambda group_id, task: config.harness,
-            schedule=spec,
-        )
-        await runner.run()
+    tasks = named(source.name, await server.tasks())
+    means = ServerMeans(spec.of_source(source), server, admin, load_reward(source.config.reward))
+    return OpenSource(
+        source.config,
+        tasks,
+        sealing(admin, lambda job: run_rollout(job, means)),
+        lambda number, task: config.harness,
+        name=source.name,
+        weight=source.weight,
+        evaluation_tasks=[] if source.config.evaluation.tasks is None else tasks,  # where nothing is trained
+    )
 
 
 def _import_client() -> None:

@@ -250,6 +250,11 @@ class PolicyRecords(StoreFile):
 
     # -- notes ---------------------------------------------------------------------------------------------------
 
+    def tell(self, kind: str, line: str, **detail: Any) -> None:
+        """Have a person told; the supervisor shows `line` once."""
+        with self._write() as db:
+            add_note(db, kind, **detail, line=line)
+
     def notes(self, after: int) -> list[Note]:
         """Those with a higher `seq`, oldest first."""
         rows = self._read("SELECT seq, at, kind, detail FROM run_notes WHERE seq > ? ORDER BY seq", after)

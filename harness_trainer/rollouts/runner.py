@@ -2,8 +2,8 @@
 
 Owns scheduling. It is a process of its own (`python -m harness_trainer.rollouts`), so that a learner that is killed or
 busy never stops an agent, and the reverse; both meet in the store only. `slots` runs the rollouts of a group, `group`
-holds the rule by which one is trained, `admission` the arithmetic of staleness, `curriculum` draws tasks, `evaluation`
-runs the tasks that are never trained on.
+holds the rule by which one is trained, `admission` the arithmetic of staleness, `sources` says what each group is of,
+`evaluation` runs the tasks that are never trained on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TypeAlias
 from harness_trainer.errors import TaskError, TrainingFailed
 from harness_trainer.rollouts.admission import is_too_old, may_open, num_left, num_open
 from harness_trainer.rollouts.config import RolloutConfig
-from harness_trainer.rollouts.curriculum import Curriculum
-from harness_trainer.rollouts.evaluation import Evaluator, HarnessOf
+from harness_trainer.rollouts.evaluation import Evaluator
 from harness_trainer.rollouts.group import Group, Unfit
-from harness_trainer.rollouts.needs import Needs, Plan
+from harness_trainer.rollouts.needs import Needs
 from harness_trainer.rollouts.policy_config import Schedule
 from harness_trainer.rollouts.policy_records import Versions
-from harness_trainer.rollouts.slots import Attempt, Sleep, Slots
+from harness_trainer.rollouts.slots import Sleep, Slots
+from harness_trainer.rollouts.sources import Sources
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job
 from harness_trainer.tasks import Task
@@ -38,46 +38,39 @@ class Runner:
     """Runs groups until it is cancelled.
 
     Raises TrainingFailed when it makes no sense to go on: most rollouts are infra failures, every task is quarantined,
-    or too many groups in a row had to be dropped. `evaluated`: task and agent of each group of an evaluation (None =
-    one per task, by the shares). `plan` is told which sandboxes are still to be had (`needs`);
+    or too many groups in a row had to be dropped. `num_evaluated`: groups of an evaluation, as in `RunnerSpec`;
     `take_over` says which agents of a killed runner go on, and closes its other attempts (None = all are closed).
     """
 
     def __init__(
         self,
         config: RolloutConfig,
-        tasks: Sequence[Task],
+        sources: Sources,
         store: RolloutStore,
-        attempt: Attempt,
         *,
-        harness_of: HarnessOf,
         schedule: Schedule,
-        evaluation_tasks: Sequence[Task] = (),
-        evaluated: Sequence[tuple[str, str]] | None = None,
-        plan: Plan = lambda needs: None,
+        num_evaluated: int | None = None,
         take_over: TakeOver | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._config = config
-        self._tasks = {task.name: task for task in tasks}
+        self._sources = sources
         self._store = store
-        self._harness_of = harness_of
         self._schedule = schedule
-        self._curriculum = Curriculum(config, tasks, store)
-        self._needs = Needs(plan)
+        self._draws = sources.draws(store)
+        self._needs = Needs(sources.plan)
         self._take_over = take_over or self._close_lost
         self._versions = Versions(0, 0)
         self._slots = Slots(
-            config, store, attempt, self._needs, engine_version=lambda: self._versions.next_sampled, sleep=sleep
+            config, store, sources, self._needs, engine_version=lambda: self._versions.next_sampled, sleep=sleep
         )
         self._evaluator: Evaluator | None = None
-        if evaluation_tasks:
+        if evaluated := sources.evaluated(num_evaluated):
             last_step = schedule.num_groups // schedule.groups_per_step
-            if evaluated is None:
-                evaluated = [(task.name, harness_of(n, task)) for n, task in enumerate(evaluation_tasks)]
-            self._evaluator = Evaluator(config, evaluation_tasks, store, self._slots, evaluated, last_step=last_step)
+            self._evaluator = Evaluator(config, sources, store, self._slots, evaluated, last_step=last_step)
         self._running: dict[Group, asyncio.Task[None]] = {}
-        self._dropped_in_a_row: Counter[str] = Counter()
+        # By source: one whose groups are all dropped must not hide behind others.
+        self._dropped_in_a_row: dict[str, Counter[str]] = {name: Counter() for name in sources.names}
 
     async def run(self) -> None:
         taken = await self._take_over()
@@ -114,22 +107,21 @@ class Runner:
         self._running[group] = jobs.create_task(self._run_group(group))
 
     async def _continued(self, group_id: int, task_name: str) -> Group:
-        if task_name not in self._tasks:
+        if task_name not in self._sources.tasks:
             raise TaskError(
                 f"the run has an unfinished group of task {task_name!r}, which is gone from the tasks: put it back"
             )
         harness = await asyncio.to_thread(self._store.harness_of, group_id)  # whatever the shares are now
         results = await asyncio.to_thread(self._store.results_by_slot, group_id)
         log.info("group %d (%s) continues: %d of its rollouts are finished", group_id, task_name, len(results))
-        group = Group(group_id, self._tasks[task_name], harness, self._config.group_size)
+        group = Group(group_id, self._sources.tasks[task_name], harness, self._config.group_size)
         for slot, result in results.items():
             group.note(result)
             group.finish(slot, result)
         return group
 
     async def _drawn(self, group_id: int) -> tuple[Task, str]:
-        task = await asyncio.to_thread(self._curriculum.draw, group_id)
-        return task, self._harness_of(group_id, task)
+        return await asyncio.to_thread(self._draws.draw, group_id)
 
     async def _until_wanted(self) -> None:
         """Wait until the learner could use another group (`admission`), and there is a free place for it."""
@@ -175,22 +167,25 @@ class Runner:
 
     async def _judge(self, group: Group) -> None:
         unfit = Unfit.STALE if group.is_stale else group.unfit(self._config)
+        source = self._sources.name_of(group.task.name)
+        dropped = self._dropped_in_a_row[source]
         if group.got_sandbox:
             await asyncio.to_thread(self._store.setup_worked, group.task.name)
         if unfit is None:
             await asyncio.to_thread(self._store.group_ready, group.group_id)
-            self._dropped_in_a_row.clear()
+            dropped.clear()
             log.info("group %d (%s) is ready", group.group_id, group.task.name)
             return
         await asyncio.to_thread(self._store.mark_dropped, group.group_id, unfit)
         log.info("group %d (%s) is dropped: %s %s", group.group_id, group.task.name, unfit, group.reason)
         if unfit is Unfit.SETUP_FAILED:
             await self._note_setup_failure(group)
-        self._dropped_in_a_row[unfit] += 1
-        if self._dropped_in_a_row.total() >= self._schedule.max_dropped_in_a_row:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in self._dropped_in_a_row.most_common())
+        dropped[unfit] += 1
+        if dropped.total() >= self._schedule.max_dropped_in_a_row:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())
+            whose = f" of source {source}" if source else ""
             raise TrainingFailed(
-                f"{self._dropped_in_a_row.total()} groups in a row were dropped before the learner had them ({reasons};"
+                f"{dropped.total()} groups{whose} in a row were dropped before the learner had them ({reasons};"
                 f" last task: {group.task.name}). {_ADVICE[unfit]}"
             )
 

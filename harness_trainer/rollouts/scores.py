@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from harness_trainer.rollouts.evaluation import mean_interval, proportion_interval, wilson
 from harness_trainer.rollouts.store import RolloutStore
@@ -37,6 +37,7 @@ class Score:
     num_scored: int
     num_unscored: int  # rollouts that infra failures left without a reward; they are in no mean
     outcomes: dict[str, int]
+    source: str = ""  # of the run's `sources`; "" = it has only one
 
 
 def pass_at(k: int, num: int, num_passed: int) -> float | None:
@@ -49,24 +50,31 @@ def pass_at(k: int, num: int, num_passed: int) -> float | None:
     return 1.0 - math.comb(num - num_passed, k) / math.comb(num, k)
 
 
-def scores(results: Sequence[RolloutResult], k: int, pass_reward: float) -> list[Score]:
-    """Agents in the order of their first rollout; of each its tasks, then all of them together if there are several."""
-    by_agent: dict[str, dict[str, list[RolloutResult]]] = {}
+def scores(
+    results: Sequence[RolloutResult], k: int, pass_reward: float, of_sources: Mapping[str, float] | None = None
+) -> list[Score]:
+    """Agents in the order of their first rollout; of each its tasks, then all of them together if there are several.
+
+    An agent of several sources is one of each. `of_sources`: what passes is, of those that differ from `pass_reward`.
+    """
+    by_agent: dict[tuple[str, str], dict[str, list[RolloutResult]]] = {}
     for result in results:
-        by_agent.setdefault(result.harness, {}).setdefault(result.task, []).append(result)
+        by_agent.setdefault((result.source, result.harness), {}).setdefault(result.task, []).append(result)
     found = []
-    for harness, by_task in by_agent.items():
-        of_tasks = [_of_task(harness, task, its, k, pass_reward) for task, its in by_task.items()]
-        found += of_tasks
-        if len(of_tasks) > 1:
-            found.append(_of_all(harness, of_tasks, k))
+    for (source, harness), by_task in by_agent.items():
+        bar = (of_sources or {}).get(source, pass_reward)
+        of_tasks = [_of_task(harness, task, its, k, bar) for task, its in by_task.items()]
+        whole = [_of_all(harness, of_tasks, k)] if len(of_tasks) > 1 else []
+        found += [replace(score, source=source) for score in (*of_tasks, *whole)]
     return found
 
 
-def stored_scores(store: RolloutStore, step: int, k: int, pass_reward: float) -> list[Score]:
+def stored_scores(
+    store: RolloutStore, step: int, k: int, pass_reward: float, of_sources: Mapping[str, float] | None = None
+) -> list[Score]:
     """Those of the evaluation after `step`, finished or not."""
     results = [r for group_id, *_ in store.evaluation_groups(step) for r in store.results(group_id)]
-    return scores(results, k, pass_reward)
+    return scores(results, k, pass_reward, of_sources)
 
 
 def _of_task(harness: str, task: str, results: Sequence[RolloutResult], k: int, pass_reward: float) -> Score:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.failures import Backoff, Breaker
@@ -22,6 +22,9 @@ from harness_trainer.rollouts.needs import Needs
 from harness_trainer.rollouts.scoring import weigh
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
+
+if TYPE_CHECKING:
+    from harness_trainer.rollouts.sources import Sources
 
 log = logging.getLogger("harness_trainer.rollouts")
 
@@ -42,7 +45,7 @@ class Slots:
         self,
         config: RolloutConfig,
         store: RolloutStore,
-        attempt: Attempt,
+        sources: Sources,
         needs: Needs,
         *,
         engine_version: Callable[[], int],
@@ -50,13 +53,13 @@ class Slots:
     ) -> None:
         self._config = config
         self._store = store
-        self._attempt = attempt
+        self._sources = sources
         self._needs = needs
         self._engine_version = engine_version
         self._sleep = sleep
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._backoff = Backoff(config.retry_backoff_s, config.retry_backoff_max_s)
-        self._breaker = Breaker(config.infra_window, config.infra_share)
+        self._breakers = {name: Breaker(config.infra_window, config.infra_share, name) for name in sources.names}
         self._resumed: dict[tuple[int, int], _Resumed] = {}  # by group and slot
 
     def resume(self, jobs: asyncio.TaskGroup, taken: Sequence[Job]) -> None:
@@ -69,7 +72,7 @@ class Slots:
     async def _go_on(self, job: Job) -> RolloutResult:
         async with self._places:
             try:
-                return await self._attempt(job)
+                return await self._sources.attempt(job)
             except asyncio.CancelledError:
                 await self._record_cancelled(job, "the run was stopped")
                 raise
@@ -90,8 +93,10 @@ class Slots:
                 slots = group.refills(self._config)
                 if slots:
                     log.info("group %d: %d fresh samples for rollouts without a score", group.group_id, len(slots))
+            await self._score_together(group)
         finally:
             self._needs.forget(group)
+            await self._give_up_waiting(group)
 
     async def _fill_slot(self, group: Group, slot: int) -> None:
         config = self._config
@@ -108,8 +113,13 @@ class Slots:
                     hopeless = group.is_hopeless(config.setup_tries)
                     result = await self._run_attempt(group, slot, attempt, queued_s, hopeless=hopeless)
                 result.stages_s = {"queue": queued_s, **result.stages_s}
-            weigh(result, config.reward_weights)
+            result.source = self._sources.name_of(group.task.name)
+            weigh(result, self._sources.config_of(group.task.name).reward_weights)
             group.note(result)
+            if result.awaits_group:
+                group.wait(slot, result)
+                self._breakers[result.source].note(result)
+                return
             last = attempt >= config.infra_retries or group.is_hopeless(config.setup_tries)
             final = result.outcome is not Outcome.INFRA_FAILED or last
             await asyncio.to_thread(self._store.finish_rollout, result, final=final)
@@ -117,11 +127,38 @@ class Slots:
                 group.finish(slot, result)
             _report(result)
             if not hopeless:
-                self._breaker.note(result)
+                self._breakers[result.source].note(result)
             if final or group.is_stale:  # what was cancelled may still have come to a result
                 return
             self._needs.change(group, 1)
             await self._sleep(self._backoff.wait_s(attempt))
+
+    async def _score_together(self, group: Group) -> None:
+        """The rollouts whose rewards compare them. Stored as one: siblings of a runner that is killed are run again."""
+        if not group.waiting:
+            return
+        scores = self._sources.group_scores_of(group.task.name)
+        waiting = sorted(group.waiting.items())
+        await scores.score([result for _, result in waiting])
+        for _, result in waiting:
+            weigh(result, self._sources.config_of(group.task.name).reward_weights)
+        await asyncio.to_thread(self._store.finish_together, [result for _, result in waiting])
+        group.waiting.clear()
+        for slot, result in waiting:
+            group.finish(slot, result)
+            _report(result)
+
+    async def _give_up_waiting(self, group: Group) -> None:
+        """Of a group that ended before its rollouts were scored."""
+        if not group.waiting:
+            return
+        scores = self._sources.group_scores_of(group.task.name)
+        waiting = list(group.waiting.values())
+        group.waiting.clear()
+        await scores.drop(waiting)
+        for result in waiting:
+            job = Job(result.rollout_id, result.group_id, result.attempt, group.task, harness=result.harness)
+            await self._record_cancelled(job, _why_cancelled(group))
 
     async def _result_of(self, group: Group, resumed: _Resumed) -> RolloutResult:
         job = resumed.job
@@ -157,7 +194,7 @@ class Slots:
         job = Job(rollout_id, group.group_id, attempt, group.task, has_box, group.harness, queued_s)
         try:
             await asyncio.to_thread(self._store.start_rollout, rollout_id, group.group_id, slot, attempt)
-            return group.given_up(job) if hopeless else await self._attempt(job)
+            return group.given_up(job) if hopeless else await self._sources.attempt(job)
         except asyncio.CancelledError:
             await self._record_cancelled(job, _why_cancelled(group))
             raise
@@ -169,6 +206,7 @@ class Slots:
         result = RolloutResult(
             job.rollout_id, job.group_id, job.task.name, job.harness, job.attempt, Outcome.CANCELLED, None
         )
+        result.source = self._sources.name_of(job.task.name)
         result.detail = f"cancelled: {why}"
         await asyncio.to_thread(self._store.finish_rollout, result, final=False)
 

@@ -8,7 +8,7 @@ Every method is one short transaction and may be called from any thread; in `asy
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -70,17 +70,24 @@ class RolloutStore(PolicyRecords, AgentsAtWork):
             )
 
     def finish_rollout(self, result: RolloutResult, *, final: bool) -> None:
-        body = _dump({f.name: getattr(result, f.name) for f in fields(result) if f.name != "trace"})
-        trace = None if result.trace is None else _dump(result.trace)
+        self._finish([result], final)
+
+    def finish_together(self, results: Sequence[RolloutResult]) -> None:
+        """Rollouts that were scored beside each other stand for their slots all at once, or none does."""
+        self._finish(results, True)
+
+    def _finish(self, results: Sequence[RolloutResult], final: bool) -> None:
+        blobs = [(_body(result), None if result.trace is None else _dump(result.trace)) for result in results]
         with self._write() as db:
-            db.execute(
-                "UPDATE rollouts SET finished_at = ?, final = ?, outcome = ?, reward = ?, result = ?"
-                " WHERE rollout_id = ?",
-                (time.time(), int(final), result.outcome, result.reward, body, result.rollout_id),
-            )
-            if trace is not None:
-                db.execute("INSERT OR REPLACE INTO rollout_traces VALUES (?, ?)", (result.rollout_id, trace))
-            db.execute("DELETE FROM agents_at_work WHERE rollout_id = ?", (result.rollout_id,))
+            for result, (body, trace) in zip(results, blobs, strict=True):
+                db.execute(
+                    "UPDATE rollouts SET finished_at = ?, final = ?, outcome = ?, reward = ?, result = ?"
+                    " WHERE rollout_id = ?",
+                    (time.time(), int(final), result.outcome, result.reward, body, result.rollout_id),
+                )
+                if trace is not None:
+                    db.execute("INSERT OR REPLACE INTO rollout_traces VALUES (?, ?)", (result.rollout_id, trace))
+                db.execute("DELETE FROM agents_at_work WHERE rollout_id = ?", (result.rollout_id,))
 
     def close_lost(self, taken: Collection[str] = ()) -> int:
         """At the start of a runner: attempts of one that was killed will never end, but those that are `taken` over.
@@ -217,6 +224,10 @@ class RolloutStore(PolicyRecords, AgentsAtWork):
 
 
 _RESULTS = "SELECT result, trace FROM rollouts LEFT JOIN rollout_traces USING (rollout_id)"
+
+
+def _body(result: RolloutResult) -> bytes:
+    return _dump({f.name: getattr(result, f.name) for f in fields(result) if f.name != "trace"})
 
 
 def _dump(value: dict[str, Any]) -> bytes:

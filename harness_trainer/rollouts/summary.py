@@ -16,7 +16,7 @@ def summary_lines(store: RolloutStore) -> list[str]:
     """Example: ["evaluation after step 0: pass@1 0.250 ...", "12 groups were dropped and replaced: no_spread 12"]."""
     lines = [note.detail["line"] for note in _current(store.notes(after=0), store.evaluations())]
     for task, reason in store.quarantined().items():
-        lines.append(f"task {task} is quarantined, because no sandbox could be had for it: {reason}")
+        lines.append(f"task {task} is quarantined, because nothing could be set up for it: {reason}")
     dropped = store.drop_counts()
     if dropped:
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())

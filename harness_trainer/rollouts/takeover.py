@@ -79,7 +79,9 @@ class Takeover:
     async def _try(self, each: Unfinished, gate: asyncio.Semaphore) -> Job | None:
         task = (self.evaluation_tasks if each.group_id < 0 else self.tasks).get(each.task)
         at_work = each.at_work
-        if task is None or each.harness not in self.harnesses or not each.group_runs:
+        if task is None:
+            why = "no agent of this run's works on its task"  # a white-box source's, say: `__main__` seals those
+        elif each.harness not in self.harnesses or not each.group_runs:
             why = "it is of no use any more"
         elif at_work is None or at_work.job_id is None:
             why = "its agent had not been started, as far as is known"

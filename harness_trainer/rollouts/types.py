@@ -85,5 +85,8 @@ class RolloutResult:
     # How many of their results say that the tool failed, by tool; a tool is absent, and all is None, where none tells.
     tool_failures: dict[str, int] | None = None
     num_bridged_turns: int | None = None  # agent turns whose prompt goes on from recorded ids; None = no capture
+    # Its rewards are told when its whole group has ended; until then it has none. Never so in the store.
+    awaits_group: bool = False
     facts: dict[str, float] = field(default_factory=dict)  # numbers that a white-box environment gives, by name
+    source: str = ""  # which of the run's `sources` it is of; "" = the run has only one
     verifier_reward: float | None = None  # the verifier's, where a reward function had the last word; else None

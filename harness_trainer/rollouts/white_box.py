@@ -7,7 +7,12 @@ traces and rows are the same. Called by `white_box_run`.
 What it came to, most decisive fact first. A fault of the model side, or an episode that was lost, is an infra failure
 and is tried again. A limit that was met is truncation, scored or not. A person's own loop that raised has failed like
 an agent. Where nothing scored the rollout its reward is None: it is out of its group's baseline, and is no infra
-failure, because another try would be unscored too.
+failure, because another try would be unscored too. A fault of the task (`reset` raised, a row or a reward that cannot
+be used) is an infra failure that counts as set-up, wherever in the rollout it shows: another try fails alike, the task
+goes into quarantine, the run goes on.
+
+A source that turns out to bear fewer episodes than are open (`NoPlace`) is not asked for more: rollouts wait for a
+place before their clock runs, those that it refused among them.
 """
 
 from __future__ import annotations
@@ -16,16 +21,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from capture_proxy.errors import CaptureError
 from capture_proxy.trace import to_row_trace
 from capture_proxy.types import Capture, SessionPolicy, Severity
 from harness_trainer.errors import HarnessTrainerError
-from harness_trainer.loops.base import EpisodeLost, Model, Played, SetupFailure, Source
+from harness_trainer.loops.base import EpisodeLost, Model, NoPlace, Played, Scores, SetupFailure, Source
 from harness_trainer.loops.own_loop import FAILED
+from harness_trainer.loops.places import Places
 from harness_trainer.loops.tool_loop import CUT, DONE, STOP
 from harness_trainer.rollouts.budget import Budget, Limits, StageTimeout
 from harness_trainer.rollouts.config import RolloutConfig
@@ -45,15 +51,11 @@ class WhiteBoxMeans:
     config: RolloutConfig
     model_side: ModelSide
     sources: Mapping[str, Source]  # by name, as `Job.harness` has it; all are open
-    places: Mapping[str, asyncio.Semaphore] = field(default_factory=dict)  # of the sources that have only so many
+    places: Mapping[str, Places]  # of each
 
     @classmethod
     def of(cls, config: RolloutConfig, model_side: ModelSide, sources: Mapping[str, Source]) -> WhiteBoxMeans:
-        places = {
-            name: asyncio.Semaphore(source.max_episodes)
-            for name, source in sources.items()
-            if source.max_episodes is not None
-        }
+        places = {name: Places(source.max_episodes) for name, source in sources.items()}
         return cls(config, model_side, sources, places)
 
 
@@ -81,6 +83,9 @@ async def run_rollout(job: Job, means: WhiteBoxMeans) -> RolloutResult:
         result.setup_failed = isinstance(error, SetupFailure | HarnessTrainerError)
         plain = isinstance(error, StageTimeout | SetupFailure)
         result.detail = str(error) if plain else f"{type(error).__name__}: {error}"
+    finally:
+        if source.group_rewards is not None and not result.awaits_group:
+            await source.group_rewards.drop([job.rollout_id])
     return result
 
 
@@ -90,6 +95,9 @@ async def _run(job: Job, source: Source, means: WhiteBoxMeans, budget: Budget, r
     async with AsyncExitStack() as stack:
         sessions: list[OwnSession] = []
 
+        async def play() -> Played:
+            return await source.play(job.task, job.rollout_id, begin, limits, budget)
+
         async def begin() -> Model:
             job.has_box()
             policy = _policy(config, time.time() + budget.agent_s)
@@ -98,14 +106,28 @@ async def _run(job: Job, source: Source, means: WhiteBoxMeans, budget: Budget, r
             sessions.append(session)
             return session.endpoint
 
-        if (places := means.places.get(source.name)) is not None:
-            await stack.enter_async_context(budget.turn(places))
-        played = await source.play(job.task, job.rollout_id, begin, limits, budget)
+        played = await _played(source, means.places[job.harness], budget, play)
         async with budget.outside("capture", CAPTURE_TIMEOUT_S):
             capture = await sessions[0].capture()
             await asyncio.to_thread(count, result, capture)
             result.trace = (await asyncio.to_thread(to_row_trace, capture)).model_dump()
     decide(result, capture, played)
+
+
+async def _played(source: Source, places: Places, budget: Budget, play: Callable[[], Awaitable[Played]]) -> Played:
+    """In one of the source's places. To wait for one is not the rollout's time."""
+    while True:
+        places.learn(source.max_episodes)
+        async with AsyncExitStack() as stack:
+            if places.limit is None:
+                await stack.enter_async_context(places.held())
+            else:
+                async with budget.outside("wait"):
+                    await stack.enter_async_context(places.held())
+            try:
+                return await play()
+            except NoPlace as error:
+                log.info("a rollout waits for a place of %s: %s", source.name, error)
 
 
 def _policy(config: RolloutConfig, deadline: float) -> SessionPolicy:
@@ -121,16 +143,17 @@ def _policy(config: RolloutConfig, deadline: float) -> SessionPolicy:
 
 def decide(result: RolloutResult, capture: Capture, played: Played) -> None:
     """Fill in what the rollout came to, by the rule at the top."""
-    result.rewards, result.reward = _rewards(result, played)
+    take_scores(result, played.scores)
     result.findings += played.findings
     if played.num_calls is not None:
         result.tool_calls, result.tool_failures = played.num_calls, played.num_failures
-    result.facts = {name: value for name, value in played.facts.items() if math.isfinite(value)}
+    take_facts(result, played.facts)
     fault, limit = capture.session.last_fault, capture.session.limit_hit
     if fault is not None:
         result.outcome, result.failed_stage, result.detail = Outcome.INFRA_FAILED, "agent", f"model side: {fault}"
         result.reward, result.rewards = None, {}
         return
+    result.awaits_group = played.scores.awaits_group
     if played.how == FAILED:
         result.outcome, result.detail = Outcome.AGENT_FAILED, f"the loop raised {played.failure}"
     elif played.how not in (STOP, DONE):
@@ -146,13 +169,17 @@ def decide(result: RolloutResult, capture: Capture, played: Played) -> None:
         result.outcome, result.detail = Outcome.CAPTURE_INVALID, f"{result.detail}; {why}".removeprefix("; ")
 
 
-def _rewards(result: RolloutResult, played: Played) -> tuple[dict[str, float], float | None]:
-    """By name and in all. What is no finite number says nothing, and a person is told."""
-    by_name = {}
-    for name, value in played.scores.by_name.items():
+def take_scores(result: RolloutResult, scores: Scores) -> None:
+    """What the rollout earned, by name and in all. What is no finite number says nothing, and a person is told."""
+    result.rewards = {}
+    for name, value in scores.by_name.items():
         if value is not None and math.isfinite(value):
-            by_name[name] = float(value)
+            result.rewards[name] = float(value)
         elif value is not None:
             result.findings.append(f"reward: warning reward_not_finite: {name} is {value}")
-    total = played.scores.total
-    return by_name, total if total is not None and math.isfinite(total) else None
+    total = scores.total
+    result.reward = total if total is not None and math.isfinite(total) else None
+
+
+def take_facts(result: RolloutResult, facts: Mapping[str, float]) -> None:
+    result.facts = {name: value for name, value in facts.items() if math.isfinite(value)}

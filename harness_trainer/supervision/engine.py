@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from harness_trainer.engine.config import EngineConfig
-from harness_trainer.engine.launch import Engine
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rundir import write_atomically
-from sandboxes.lifecycle import OwnedProcess
+from harness_trainer.supervision.process import PartProcess
 
-MakeEngine = Callable[[EngineConfig], Engine]
+
+class Startable(Protocol):
+    """What is started: `engine.launch.Engine` on this machine, `remote_engine.RemoteEngine` in another container."""
+
+    @property
+    def process(self) -> PartProcess: ...
+
+    def start(self, progress: Callable[[str], None]) -> str: ...
+
+    def stop(self) -> None: ...
+
+
+MakeEngine = Callable[[EngineConfig], Startable]
 
 
 class EnginePart:
@@ -41,9 +53,9 @@ class EnginePart:
         self._store = store
         self._url_file = url_file
         self._status = status
-        self._engine: Engine | None = None
+        self._engine: Startable | None = None
 
-    def launch(self) -> OwnedProcess:
+    def launch(self) -> PartProcess:
         """Blocking, until it answers. Raises SetupError, EngineFailed."""
         again = bool(self.url)
         self.stop()  # what is left of an earlier one

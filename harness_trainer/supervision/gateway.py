@@ -12,17 +12,26 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from capture_proxy.admin_client import AdminClient
 from capture_proxy.errors import CaptureError
 from harness_trainer.errors import GatewayFailed
 from harness_trainer.supervision.parts import last_line
-from sandboxes.lifecycle import OwnedProcess
+from harness_trainer.supervision.process import PartProcess
 
 READY_TIMEOUT_S = 30.0
 _TELL_TIMEOUT_S = 5.0
 _LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A gateway in another container. Example: Elsewhere(("gateway", 8080), Path("/run/x/admin.sock"))."""
+
+    agents: tuple[str, int]  # host and port, as this container names them
+    admin_socket: Path  # in a folder that both containers have at this path
 
 
 class Gateway:
@@ -34,12 +43,13 @@ class Gateway:
     def __init__(
         self,
         argv: Sequence[str],
-        spawn: Callable[[list[str]], OwnedProcess],
+        spawn: Callable[[list[str]], PartProcess],
         *,
         key: str,
         port: int,
         ready_file: Path,
         log: Path,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.addresses: dict[str, str] = {}  # agent_url, admin_url
         self._argv = list(argv)
@@ -48,19 +58,17 @@ class Gateway:
         self._port = port
         self._ready_file = ready_file
         self._log = log
+        self._elsewhere = elsewhere
         # None while it is launched, perhaps in another thread: one that could not be told to hold is not released.
-        self._process: OwnedProcess | None = None
+        self._process: PartProcess | None = None
         self._released = False  # what the living gateway was told last
         self._closing = threading.Event()
 
-    def launch(self) -> OwnedProcess:
+    def launch(self) -> PartProcess:
         """Blocking, until it serves; it holds then. Raises GatewayFailed, LifecycleError."""
         self._process = None
         self._ready_file.unlink(missing_ok=True)
-        agents = self._bind("agent_url") or f"{_LOOPBACK}:{self._port}"
-        argv = [*self._argv, "--hold", "--agent-bind", agents, "--ready-file", str(self._ready_file)]
-        if (admin := self._bind("admin_url")) is not None:
-            argv += ["--admin-bind", admin]
+        argv = [*self._argv, "--hold", *self._binds(), "--ready-file", str(self._ready_file)]
         process = self._spawn(argv)
         try:
             self._wait(process)
@@ -69,6 +77,8 @@ class Gateway:
             raise
         found = json.loads(self._ready_file.read_text(encoding="utf-8"))
         self.addresses = {name: found[name] for name in ("agent_url", "admin_url")}
+        if self._elsewhere is not None:  # it says what it is bound to, which is every address of its container
+            self.addresses["agent_url"] = "http://{}:{}".format(*self._elsewhere.agents)
         self._released = False
         self._process = process
         return process
@@ -99,11 +109,19 @@ class Gateway:
             return False
         return True
 
+    def _binds(self) -> list[str]:
+        if self._elsewhere is not None:
+            port = self._elsewhere.agents[1]
+            return ["--agent-bind", f"0.0.0.0:{port}", "--admin-bind", f"unix:{self._elsewhere.admin_socket}"]
+        agents = self._bind("agent_url") or f"{_LOOPBACK}:{self._port}"
+        admin = self._bind("admin_url")
+        return ["--agent-bind", agents, *(["--admin-bind", admin] if admin is not None else [])]
+
     def _bind(self, name: str) -> str | None:
         url = self.addresses.get(name)
         return None if url is None else url.removeprefix("http://")
 
-    def _wait(self, process: OwnedProcess) -> None:
+    def _wait(self, process: PartProcess) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not self._ready_file.exists():
             if not process.alive():

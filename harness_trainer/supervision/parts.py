@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness_trainer.errors import HarnessTrainerError, TrainingFailed
+from harness_trainer.supervision.process import PartProcess
 from harness_trainer.supervision.restarts import Restarts
-from sandboxes.lifecycle import LifecycleError, OwnedProcess
+from sandboxes.lifecycle import LifecycleError
 
 STOP_GRACE_S = 6.0  # Ctrl-C is to end everything within ten
 
@@ -38,13 +39,13 @@ class Part:
     name: str
     log: Path
     error: type[HarnessTrainerError]  # what its death means when it is not started again
-    launch: Callable[[], OwnedProcess]
+    launch: Callable[[], PartProcess]
     on_death: Callable[[], None] = _nothing
     reason: Callable[[], str | None] = _nothing
     give_up: Callable[[], None] = _nothing
     ends: bool = False
-    process: OwnedProcess | None = None
-    starting: Future[OwnedProcess] | None = None  # set while it is being started again
+    process: PartProcess | None = None
+    starting: Future[PartProcess] | None = None  # set while it is being started again
     again_at: float | None = None  # monotonic seconds; set while it waits to be started again
 
     @property
@@ -103,7 +104,7 @@ class Parts:
 
     def stop(self) -> None:
         """End every part at the same time, so that the waits overlap. Idempotent."""
-        processes: list[tuple[str, OwnedProcess]] = []
+        processes: list[tuple[str, PartProcess]] = []
         for part in self._parts:
             if part.starting is not None:
                 part.give_up()
@@ -159,7 +160,7 @@ class Parts:
         part.again_at = self._clock() + wait_s
 
 
-def _start_again(part: Part) -> OwnedProcess:
+def _start_again(part: Part) -> PartProcess:
     """Whatever is left of the earlier life ends first: it may hold a port, a GPU, or the run's store.
 
     What it has put by for its successor lives on: the sandboxes of agents at work.

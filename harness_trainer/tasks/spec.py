@@ -76,11 +76,17 @@ def find_tasks(spec: str | Path) -> list[Found]:
 
 
 def pin_tasks(spec: str | Path) -> str:
-    """The spec with every dataset's revision replaced by its commit, so that all parts of a run read the same tasks."""
+    """The spec with every dataset's revision replaced by its commit, and every path absolute.
+
+    So all parts of a run read the same tasks, wherever they work.
+    """
     return ",".join(_pin(word) for word in _words(spec))
 
 
 def _pin(word: str) -> str:
+    path = Path(word).expanduser()
+    if word != "examples" and path.exists():
+        return str(path.absolute())
     dataset = None if _is_local(word) else hub.as_dataset(word)
     return word if dataset is None else hub.pin(dataset)
 

@@ -195,6 +195,16 @@ class MadeRun:
                 (zstandard.compress(orjson.dumps(data)), data["outcome"], data["reward"], rollout_id),
             )
 
+    def tasks(self) -> dict[int, str]:
+        with closing(sqlite3.connect(self.run.store)) as db:
+            return dict(db.execute("SELECT group_id, task FROM rollout_groups"))
+
+    def tasks_of_results(self) -> dict[str, str]:
+        """Of every attempt that came to a result."""
+        sql = "SELECT rollout_id, task FROM rollouts JOIN rollout_groups USING (group_id) WHERE result IS NOT NULL"
+        with closing(sqlite3.connect(self.run.store)) as db:
+            return dict(db.execute(sql))
+
     def lines(self, change: Callable[[list[dict]], list[dict]]) -> None:
         lines = [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
         self.run.metrics.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))

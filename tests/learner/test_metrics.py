@@ -139,6 +139,42 @@ def test_agents_are_told_apart():
     assert "harness/cmd_my_agent_x/reward" not in found
 
 
+def test_sources_are_told_apart_in_a_run_that_has_several():
+    whole = {"reward_mean": 0.5, "reward_ci": (0.25, 0.75), "pass_at_1": 0.5, "pass_at_1_ci": (0, 1)}
+    found = metrics(
+        [rollout(1.0, source="a/b", rewards={"won": 1.0}), rollout(0.0, source="a/b", rewards={"won": 0.0})],
+        [rollout(0.25, group=1, source="c", rewards={"won": 0.5}), rollout(None, group=1, source="c")],
+        evaluation={**whole, "sources": {"c": {**whole, "reward_mean": 0.125, "pass_at_1_ci": None}}},
+    )
+    assert (found["source/a_b/reward"], found["source/c/reward"]) == (0.5, 0.25)
+    assert found["source/a_b/groups_total"] == found["source/c/groups_total"] == 1
+    assert found["source/a_b/rewards/won"] == 0.5 and found["source/c/rewards/won"] == 0.5
+    assert found["source/c/rollout/scored_frac"] == 0.5
+    assert found["source/c/eval_reward"] == 0.125 and found["source/c/eval_reward_ci_low"] == 0.25
+    assert "source/c/eval_pass_at_1_ci_low" not in found
+    assert all(metric_names.find(name) for name in found), "and each is in the table"
+    assert not any(name.startswith("source/") for name in metrics([rollout(1.0), rollout(0.0)]))
+
+
+def test_what_episodes_report_is_told_by_source_over_those_that_report_it():
+    found = metrics(
+        [
+            rollout(harness="Wordle", facts={"guesses": 2.0, "a b": 1.0}),
+            rollout(harness="Wordle", facts={"guesses": 4.0}),
+        ],
+        [rollout(group=1, harness="Catch", source="catch", facts={"guesses": 0.0}), rollout(group=1, harness="Catch")],
+    )
+    assert {name: value for name, value in found.items() if "/facts/" in name} == {
+        "harness/Wordle/facts/guesses": 3.0,
+        "harness/Wordle/facts/a_b": 1.0,
+        "harness/Catch/facts/guesses": 0.0,
+        "source/catch/facts/guesses": 0.0,
+    }
+    assert all(metric_names.find(name) is not None for name in found)
+    flood = metrics([rollout(harness="x", facts={f"n{n}": 1.0 for n in range(100)})])
+    assert sum("/facts/" in name for name in flood) == 24
+
+
 def test_staleness_is_told_by_its_distribution():
     found = metrics([rollout()], staleness=[0, 0, 1, 3], limit=3)
     assert found["sample/staleness_mean"] == 1 and found["sample/staleness_max"] == 3

@@ -39,10 +39,12 @@ def written(folder: Path, source: str, *rewards: str, rows: Any = (), name: str 
 
 
 @contextlib.asynccontextmanager
-async def episode(environment: ClassEnvironment, number: int = 0) -> AsyncIterator[ClassEpisode]:
+async def episode(
+    environment: ClassEnvironment, number: int = 0, rollout_id: str = "g0-0-a"
+) -> AsyncIterator[ClassEpisode]:
     """An episode of the open environment's row of this number, which is not started."""
     task = (await environment.tasks())[number]
-    async with environment.episode(task, f"g0-{number}-a") as one:
+    async with environment.episode(task, rollout_id) as one:
         yield one
 
 

@@ -166,7 +166,8 @@ async def model_side(
 @contextlib.asynccontextmanager
 async def playing(engine: Engine, source: Any, folder: Path, **settings: Any) -> AsyncIterator[WhiteBoxMeans]:
     """What the rollouts of a runner share; an environment is put under the tool loop."""
-    source = ToolLoop(source) if hasattr(source, "episode") else source
+    if hasattr(source, "episode"):
+        source = ToolLoop(source, getattr(source, "group_rewards", None))
     config = RolloutConfig(**{"max_tokens": 2048, "timeout_s": 30, **settings})
     async with source, model_side(engine, folder / "store.sqlite") as side:
         yield WhiteBoxMeans.of(config, side, {source.name: source})

@@ -8,9 +8,15 @@ import time
 
 import pytest
 
-from harness_trainer.loops.base import EpisodeLost
+from capture_proxy.engines.scripted import Reply, ScriptedEngine
+from harness_trainer.loops.base import ROW, EpisodeLost, NoPlace
 from harness_trainer.loops.held_clients import session_lost
-from tests.loops.class_playing import called, episode, over, written
+from harness_trainer.loops.reward_functions import RewardFailed
+from harness_trainer.rollouts.types import Outcome
+from harness_trainer.rollouts.white_box import run_rollout
+from harness_trainer.tasks import Task
+from tests.loops.class_playing import PROMPT, called, episode, over, written
+from tests.loops.playing import job, play, playing
 
 HEAD = """
 from openenv.core import GenericEnvClient
@@ -23,13 +29,14 @@ class Env:
 PLAY = """
     def reset(self, **kwargs):
         self.client.reset()
-    def add(self, number: int) -> str:
+    def add(self, number: int, note: str = "") -> str:
         '''Add it.
 
         Args:
             number: How much
+            note: What for
         '''
-        result = self.client.step({"number": number})
+        result = self.client.step({"number": number, "note": note})
         self.reward = result.reward
         return str(result.observation["total"])
 """
@@ -56,9 +63,18 @@ def server():
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
+    from pydantic import field_validator
 
     class Add(Action):
         number: int
+        note: str = ""
+
+        @field_validator("number")
+        @classmethod
+        def _lucky(cls, value):
+            if value == 7:
+                raise ValueError("seven is not allowed")
+            return value
 
     class Total(Observation):
         total: int = 0
@@ -80,7 +96,7 @@ def server():
         def step(self, action, timeout_s=None, **kwargs):
             self.total += action.number
             if action.number == 13:
-                raise ValueError("no such number")
+                raise ValueError(f"no such number {action.note}")
             return Total(total=self.total, reward=float(self.total))
 
         @property
@@ -139,6 +155,59 @@ async def test_what_the_game_refuses_is_the_tools_reply(tmp_path, server):
         assert await called(one, "add", number=1) == "14"
 
 
+async def test_an_action_of_the_wrong_type_is_the_tools_reply(tmp_path, server):
+    environment = written(tmp_path, HEAD.format(url=server[0]) + STYLES["plain"], "score")
+    async with environment, episode(environment) as one:
+        await one.start()
+        with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
+            await called(one, "add", number="many")
+        assert await called(one, "add", number=1) == "1"
+
+
+@pytest.mark.parametrize(
+    ("style", "refused"),
+    [
+        ("plain", {"number": 7}),
+        ("sync", {"number": 7}),
+        ("async", {"number": 7}),
+        ("plain", {"number": 13, "note": "half a pair \ud83d"}),
+    ],
+)
+async def test_an_action_that_the_server_cannot_even_refuse_is_the_policys_fault(tmp_path, server, style, refused):
+    """OpenEnv's server ends the session over it (SESSION_ERROR): the episode is over, with what was earned so far."""
+    url, live = server
+    environment = written(tmp_path, HEAD.format(url=url) + STYLES[style], "score")
+    async with environment, episode(environment) as one:
+        await one.start()
+        await called(one, "add", number=2)
+        (add,) = one.tools
+        reply = await add.call(refused)
+        assert (reply.failed, reply.done, one.done) == (True, True, True)
+        assert "invalid" in reply.content
+        assert (await one.rewards(over([]))).total == 2.0
+    await none_live(live)
+
+
+async def test_a_reward_that_asks_a_session_that_an_action_ended_is_unknown(tmp_path, server):
+    """Its client would be connected to a game that nobody reset: neither that answer counts, nor is it infra."""
+    asks = "    def get_reward(self): return float(self.client.step({'number': 1}).reward)\n"
+    environment = written(tmp_path, HEAD.format(url=server[0]) + STYLES["plain"] + asks)
+    async with environment, episode(environment) as one:
+        await one.start()
+        await one.tools[0].call({"number": 7})
+        with pytest.raises(RewardFailed, match="ended"):
+            await one.rewards(over([]))
+
+
+async def test_a_rollout_with_an_invalid_action_is_scored_and_not_tried_again(tmp_path, server):
+    environment = written(tmp_path, HEAD.format(url=server[0]) + STYLES["plain"], "score")
+    engine = ScriptedEngine([Reply("", [("add", {"number": 5})]), Reply("", [("add", {"number": 7})])])
+    task = Task("game", tmp_path, "Add.", metadata={ROW: {"prompt": PROMPT}})
+    result = await play(engine, environment, tmp_path, task=task)
+    assert (result.outcome, result.reward) == (Outcome.OK, 5.0), result.detail
+    assert (result.tool_calls, result.tool_failures) == ({"add": 2}, {"add": 1})
+
+
 async def test_a_session_that_was_silently_replaced_is_lost(tmp_path, server):
     """OpenEnv's client connects again without a word: the total would begin at 0."""
     environment = written(tmp_path, HEAD.format(url=server[0]) + STYLES["sync"], "score")
@@ -152,14 +221,49 @@ async def test_a_session_that_was_silently_replaced_is_lost(tmp_path, server):
         assert one._held.spoiled
 
 
-async def test_a_full_server_loses_the_episode(tmp_path, server):
+async def test_rollouts_beyond_what_the_server_allows_wait_for_a_place(tmp_path, server):
+    """Nobody says how many it allows until it refuses one. None that it refuses is lost."""
+    url, live = server
+    environment = written(tmp_path, HEAD.format(url=url) + STYLES["plain"], "score")
+    row = {ROW: {"prompt": PROMPT}}
+
+    def adds(request) -> Reply:
+        over = any(message["role"] == "tool" for message in request.messages)
+        return Reply("Done.") if over else Reply("", [("add", {"number": 2})])
+
+    async with playing(ScriptedEngine(adds), environment, tmp_path) as means:
+        jobs = [job("Env", f"g0-{n}-a", Task("game", tmp_path, "Add.", metadata=row)) for n in range(7)]
+        results = await asyncio.gather(*(run_rollout(each, means) for each in jobs))
+        assert environment.max_episodes == 2
+    assert [(result.outcome, result.reward) for result in results] == [(Outcome.OK, 2.0)] * 7
+    await none_live(live)
+
+
+async def test_an_instance_that_waits_for_its_group_holds_no_session(tmp_path, server):
+    url, live = server
+    environment = written(tmp_path, HEAD.format(url=url) + STYLES["sync"], "score", reward_scope="group")
+    async with environment:
+        for number in range(3):  # one more than there are places
+            async with episode(environment, rollout_id=f"r{number}") as one:
+                await one.start()
+                await called(one, "add", number=number)
+                assert (await one.rewards(over([]))).total is None
+            await none_live(live)
+        scored = await environment.group_rewards.score(["r2", "r1", "r0"])
+        assert [each.scores.total for each in scored] == [2.0, 1.0, 0.0]
+        await environment.group_rewards.drop(["r0", "r1"])
+    assert client_threads() == []
+
+
+async def test_a_full_server_says_how_many_it_allows(tmp_path, server):
     url, live = server
     environment = written(tmp_path, HEAD.format(url=url) + STYLES["plain"], "score")
     async with environment, episode(environment) as one, episode(environment) as two, episode(environment) as three:
         await one.start()
         await two.start()
-        with pytest.raises(EpisodeLost, match="CAPACITY_REACHED|capacity|ConnectionClosed"):
+        with pytest.raises(NoPlace, match="CAPACITY_REACHED"):
             await three.start()
+        assert environment.max_episodes == 2
     await none_live(live)
 
 

@@ -221,6 +221,7 @@ async def test_multi_env_routes_by_its_column(tmp_path, wordle, catch):
         ("sudoku", [r"https://openenv-sudoku\.hf\.space"]),
         ("multi_env", []),
         ("echo --local", [r"http://127\.0\.0\.1:\d+"]),
+        ("echo --local --two-cores", [r"http://127\.0\.0\.1:\d+"]),
         ("multi_env --local", [r"http://127\.0\.0\.1:\d+"] * 2),
     ],
 )

@@ -11,9 +11,12 @@ import time
 import pytest
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
-from harness_trainer.loops.base import EnvironmentFault, EpisodeLost
+from harness_trainer.loops.base import EnvironmentFault, EpisodeLost, NoPlace
+from harness_trainer.rollouts.types import Outcome
+from harness_trainer.rollouts.white_box import run_rollout
 from tests.loops.openenv_serving import (
     ADDING,
+    ENVS,
     DeafRelay,
     called,
     environment,
@@ -22,7 +25,7 @@ from tests.loops.openenv_serving import (
     served,
     task,
 )
-from tests.loops.playing import play
+from tests.loops.playing import job, play, playing
 
 QUICK = {"ping_interval_s": 0.3, "ping_timeout_s": 0.3}
 NO_PINGS = {"ping_interval_s": None, "ping_timeout_s": None}
@@ -113,11 +116,33 @@ async def _one_step(adding):
         return (await called(one, "add", number=1)).content
 
 
-async def test_more_rollouts_than_places_take_turns(tmp_path, full_url):
+async def test_more_rollouts_than_places_take_turns_and_none_waits_on_its_own_time(tmp_path, full_url):
+    """The limit (2) is learned from the first refusal, when twelve are open; their games outlast `create`'s limit."""
     await none_left(full_url)
-    async with environment(tmp_path, full_url, capacity_patience_s=20) as adding:
-        said = await asyncio.gather(*(_one_step(adding) for _ in range(12)))
-        assert said == ['{"total": 1, "padding": null}'] * 12
+
+    def adds(request) -> Reply:
+        over = any(message["role"] == "tool" for message in request.messages)
+        return Reply("Done.") if over else Reply("", [("add", {"number": 1})])
+
+    adding = environment(tmp_path, full_url, unrewarded=0.0)
+    slow = {"start_timeout_s": 2.0, "timeout_s": 20.0}
+    async with playing(ScriptedEngine(adds, first_delay_s=0.4), adding, tmp_path, **slow) as means:
+        jobs = [job(adding.name, f"g0-{n}-a", task()) for n in range(12)]
+        results = await asyncio.gather(*(run_rollout(each, means) for each in jobs))
+        assert adding.max_episodes == 2
+    assert [(result.outcome, result.detail) for result in results] == [(Outcome.OK, "")] * 12
+    assert max(result.stages_s.get("wait", 0.0) for result in results) > 2.0, "longer than create may take"
+    assert max(result.stages_s["create"] for result in results) < 4.0
+    await none_left(full_url)
+
+
+async def test_an_episode_too_many_is_told_at_once(tmp_path, full_url):
+    await none_left(full_url)
+    async with environment(tmp_path, full_url, capacity_patience_s=30) as adding:
+        async with adding.episode(task(), "a"), adding.episode(task(), "b"):
+            with pytest.raises(NoPlace, match="allows 2 sessions"):
+                async with adding.episode(task(), "c"):
+                    pass
     await none_left(full_url)
 
 
@@ -189,6 +214,21 @@ async def test_a_long_step_with_pings_that_are_answered(tmp_path, full_url):
         await one.start()
         assert '"total": 1' in (await called(one, "add", number=1)).content
     await none_left(full_url)
+
+
+async def test_a_server_that_cannot_be_started_again_is_no_fault_of_the_task(tmp_path):
+    """It was there when the run began: infra, for the circuit breaker to judge, and no task is quarantined for it."""
+    path = tmp_path / "adding.py"
+    path.write_text((ENVS / "adding.py").read_text())
+    async with environment(tmp_path, f"local:{path}:app") as adding:
+        path.unlink()
+        async with adding.episode(task(), "r") as one:
+            await one.start()
+            with pytest.raises(EpisodeLost):
+                await called(one, "add", number=99)
+        with pytest.raises(EpisodeLost, match="ended at its start"):
+            async with adding.episode(task(), "s"):
+                pass
 
 
 async def test_a_large_observation(tmp_path, adding_url):

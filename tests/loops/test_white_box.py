@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from capture_proxy.errors import EngineError
 from harness_trainer.errors import SetupError
-from harness_trainer.loops.base import EpisodeLost, Scores, ToolReply
+from harness_trainer.loops.base import EnvironmentFault, EpisodeLost, NoPlace, Scores, ToolReply
+from harness_trainer.rollouts.sources import OpenSource
+from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome
 from harness_trainer.rollouts.white_box import run_rollout
-from tests.loops.playing import Arcade, Game, job, play, playing, tool
+from tests.loops.playing import TASK, Arcade, Game, job, play, playing, tool
+from tests.rollouts.policy import run_sources
 
 GUESSES = [Reply("I try.", [("guess", {"word": "a"})]), Reply("", [("guess", {"word": "b"})]), Reply("I give up.")]
 
@@ -143,6 +148,74 @@ async def test_an_episode_that_does_not_begin(tmp_path, make, stage, setup_faile
     assert (result.outcome, result.failed_stage) == (Outcome.INFRA_FAILED, stage)
     assert result.setup_failed is setup_failed
     assert scripted.requests == []
+
+
+async def _faulty(arguments):
+    raise EnvironmentFault("the row has no level: add a column `level`")
+
+
+@pytest.mark.parametrize(
+    ("make", "stage"),
+    [
+        (lambda: EnvironmentFault("the row names no class"), "create"),
+        (lambda: Game(opening=EnvironmentFault("the row has no prompt")), "setup"),
+        (lambda: Game([tool("guess", _faulty, word="string")]), "agent"),
+        (lambda: Game(earned=EnvironmentFault("it gave 'many' as a reward")), "verify"),
+    ],
+)
+async def test_a_fault_of_the_task_counts_as_set_up_wherever_it_shows(tmp_path, make, stage):
+    result = await play(engine(), Arcade(make), tmp_path)
+    assert (result.outcome, result.reward, result.failed_stage) == (Outcome.INFRA_FAILED, None, stage)
+    assert result.setup_failed
+
+
+async def test_a_row_that_cannot_be_used_goes_into_quarantine_and_the_run_goes_on(tmp_path):
+    class Rows(Arcade):
+        def episode(self, task, rollout_id):
+            self._make = lambda: Game(opening=EnvironmentFault("no level")) if task.name == "bad" else Game()
+            return super().episode(task, rollout_id)
+
+    store = RolloutStore(tmp_path / "runner.sqlite")
+    store.publish(1)
+    tasks = [replace(TASK, name=name) for name in ("good", "bad")]
+    async with playing(engine(Reply("ok")), Rows(), tmp_path, group_size=2, infra_retries=0) as means:
+        source = OpenSource(means.config, tasks, lambda job: run_rollout(job, means), lambda n, task: "arcade")
+
+        def done() -> bool:
+            return store.group_counts().get("ready", 0) >= 4 and bool(store.quarantined())
+
+        await run_sources(store, [source], done, config=means.config, schedule={"max_open_groups": 6})
+    assert [*store.quarantined()] == ["bad"] and "no level" in store.quarantined()["bad"]
+    store.close()
+
+
+async def test_rollouts_that_are_too_many_wait_for_a_place_on_nobodys_time(tmp_path):
+    """The source learns that it bears two when four are open: the others play from their start, each once."""
+
+    class Learning(Arcade):
+        @contextlib.asynccontextmanager
+        async def episode(self, task, rollout_id):
+            if self.num_open == 2:
+                self.max_episodes = 2
+                raise NoPlace("two are allowed")
+            async with super().episode(task, rollout_id) as game:
+                yield game
+
+    async def slow(arguments):
+        await asyncio.sleep(0.2)
+        return ToolReply("ok")
+
+    def guesses(request):
+        over = any(message["role"] == "tool" for message in request.messages)
+        return Reply("ok") if over else Reply("", [("guess", {"word": "a"})])
+
+    arcade = Learning(lambda: Game([tool("guess", slow, word="string")]))
+    scripted = ScriptedEngine(guesses)
+    async with playing(scripted, arcade, tmp_path, start_timeout_s=0.1) as means:
+        results = await asyncio.gather(*(run_rollout(job("arcade", f"g0-0-{n}"), means) for n in range(8)))
+    assert [(result.outcome, result.detail) for result in results] == [(Outcome.OK, "")] * 8
+    assert (arcade.most_open, len(arcade.games), len(scripted.requests)) == (2, 8, 16)
+    assert sum(result.stages_s.get("wait", 0.0) > 0.15 for result in results) >= 6
 
 
 async def test_an_episode_that_takes_too_long_to_begin_is_an_infra_failure(tmp_path):

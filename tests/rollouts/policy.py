@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.policy_config import Schedule
 from harness_trainer.rollouts.runner import Runner
+from harness_trainer.rollouts.sources import OpenSource, Sources
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 TASKS = [SimpleNamespace(name=name) for name in ("a", "b", "c")]
@@ -51,14 +52,17 @@ async def run_until(
 ):
     """Run the scheduler until `done()`, then cancel it, as SIGTERM does. Raises what it raised, unwrapped."""
     config = RolloutConfig(**{"group_size": 2, "max_concurrent": 2, **settings})
+    source = OpenSource(config, tasks, attempt, harness_of or (lambda *_: "h"), evaluation_tasks=evaluation_tasks)
+    await run_sources(store, [source], done, config=config, schedule=schedule, sleep=sleep)
+
+
+async def run_sources(store, sources, done, *, config, schedule=None, sleep=None):
+    """The same with sources that are open."""
     runner = Runner(
         config,
-        tasks,
+        Sources(sources),
         store,
-        attempt,
-        harness_of=harness_of or (lambda *_: "h"),
         schedule=Schedule(**{"max_open_groups": 2, "num_groups": 100, **(schedule or {})}),
-        evaluation_tasks=evaluation_tasks,
         sleep=Waits() if sleep is None else sleep,
     )
     task = asyncio.ensure_future(runner.run())

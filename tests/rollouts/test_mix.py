@@ -14,6 +14,7 @@ from harness_trainer.rollouts.curriculum import task_of_group
 from harness_trainer.rollouts.mix import load_mix, pin_harness
 from harness_trainer.rollouts.policy_config import Schedule
 from harness_trainer.rollouts.runner import Runner
+from harness_trainer.rollouts.sources import OpenSource, Sources
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 from tests.rollouts.rolling import task
@@ -106,7 +107,8 @@ async def run_groups(store, tasks, harness_of, num_groups, seen):
 
     config = RolloutConfig(group_size=2, max_concurrent=2)
     schedule = Schedule(max_open_groups=9, num_groups=num_groups)
-    runner = Runner(config, tasks, store, attempt, harness_of=harness_of, schedule=schedule)
+    sources = Sources([OpenSource(config, tasks, attempt, harness_of)])
+    runner = Runner(config, sources, store, schedule=schedule)
     running = asyncio.ensure_future(runner.run())
     async with asyncio.timeout(20):
         while store.group_counts().get("ready", 0) < num_groups and not running.done():

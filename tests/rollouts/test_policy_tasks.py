@@ -127,7 +127,7 @@ def test_the_summary_says_what_was_evaluated_quarantined_and_dropped(store):
     store.finish_evaluation(0, {"pass_at_1": 0.25}, "evaluation after step 0: pass@1 0.250")
     assert summary_lines(store) == [
         "evaluation after step 0: pass@1 0.250",
-        "task b is quarantined, because no sandbox could be had for it: no image",
+        "task b is quarantined, because nothing could be set up for it: no image",
         "1 groups were dropped and replaced: no_spread 1",
         "rollouts: 1 infra_failed, 1 ok",
     ]

@@ -11,6 +11,7 @@ from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.curriculum import task_of_group
 from harness_trainer.rollouts.policy_config import Schedule
 from harness_trainer.rollouts.runner import Runner
+from harness_trainer.rollouts.sources import OpenSource, Sources
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
@@ -39,9 +40,8 @@ async def run_until(
     """Run the scheduler until `done()`, then cancel it, as SIGTERM does."""
     config = RolloutConfig(**{"group_size": 2, "max_concurrent": 2, **settings})
     schedule = Schedule(max_open_groups=max_open_groups, num_groups=num_groups)
-    runner = Runner(
-        config, TASKS, store, attempt, harness_of=lambda *_: agent, schedule=schedule, plan=plan, sleep=no_wait
-    )
+    sources = Sources([OpenSource(config, TASKS, attempt, lambda *_: agent)], plan=plan)
+    runner = Runner(config, sources, store, schedule=schedule, sleep=no_wait)
     task = asyncio.ensure_future(runner.run())
     try:
         async with asyncio.timeout(20):

@@ -93,13 +93,19 @@ def test_a_kept_commit_is_not_asked_for_again(hub: Hub) -> None:
     assert [t.name for t in load_tasks("hf:acme/tasks")] == ["other"]
 
 
-def test_specs_without_a_dataset_are_pinned_as_they_are(hub: Hub, tmp_path: Path) -> None:
-    (tmp_path / "a,b").mkdir()
-    assert [pin_tasks(spec) for spec in ("examples", "a,b", "cheer,word-list")] == [
-        "examples",
-        "a,b",
-        "cheer,word-list",
-    ]
+def test_specs_without_a_dataset_are_pinned_as_they_are(hub: Hub) -> None:
+    assert [pin_tasks(spec) for spec in ("examples", "cheer,word-list")] == ["examples", "cheer,word-list"]
+    assert hub.asked == []
+
+
+def test_paths_are_made_absolute_because_the_runner_works_in_another_folder(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("examples", "mine", "a,b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert pin_tasks("examples,./mine") == f"examples,{tmp_path}/mine"
+    assert pin_tasks("a,b") == f"{tmp_path}/a,b"
     assert hub.asked == []
 
 

@@ -22,13 +22,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from harness_trainer.environments.openenv_config import OpenEnvConfig
-from harness_trainer.loops.base import ROW, EnvironmentFault, EpisodeLost
+from harness_trainer.loops.base import ROW, EnvironmentFault, EpisodeLost, NoPlace
 from harness_trainer.loops.openenv.clients import action_model, load_client
 from harness_trainer.loops.openenv.episode import Offer, OpenEnvEpisode
-from harness_trainer.loops.openenv.places import Places
 from harness_trainer.loops.openenv.servers import Server, serving
 from harness_trainer.loops.openenv.session import Refused, ServerFull, Session
 from harness_trainer.loops.openenv.tools import LIST_TOOLS, action_tools, is_mcp, listed_tools
+from harness_trainer.loops.places import Places
 from harness_trainer.loops.reward_functions import RewardFunction, load_rewards
 from harness_trainer.loops.rows import load_rows
 from harness_trainer.tasks import Task
@@ -95,7 +95,7 @@ class OpenEnvEnvironment:
 
     @asynccontextmanager
     async def episode(self, task: Task, rollout_id: str) -> AsyncIterator[OpenEnvEpisode]:
-        """Raises EpisodeLost, EnvironmentFault."""
+        """Raises EpisodeLost, NoPlace."""
         async with AsyncExitStack() as stack:
             session = await self._place(stack)
             yield OpenEnvEpisode(self._config, self._offer, session, task.metadata[ROW])
@@ -103,7 +103,8 @@ class OpenEnvEnvironment:
     async def _place(self, stack: AsyncExitStack, given: Server | None = None) -> Session:
         """A session, on the `given` server or the run's, with its place; `stack` gives both back.
 
-        A refusal is waited out, with back-off. Raises ServerFull, EpisodeLost, EnvironmentFault.
+        A refusal is waited out, with back-off, unless it tells that we ask for too many. Raises ServerFull, NoPlace,
+        EpisodeLost.
         """
         wait_s, patience_s, was_lost = _FIRST_WAIT_S, self._config.capacity_patience_s, False
         while True:
@@ -113,9 +114,7 @@ class OpenEnvEnvironment:
                 try:
                     session = await self._opened(server, trying)
                 except ServerFull as error:
-                    if not self._config.per_episode and self._places.learn(error.max_sessions):
-                        log.info("%s allows %s sessions: the others wait for a place", self.name, error.max_sessions)
-                        continue  # our place is one too many: queue for another, which costs no patience
+                    self._learn(error)
                     if patience_s <= 0:
                         raise
                 except EpisodeLost:
@@ -132,6 +131,15 @@ class OpenEnvEnvironment:
             patience_s -= pause_s
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
+    def _learn(self, error: ServerFull) -> None:
+        """Raises NoPlace where the refusal is our own doing: more episodes are open than the server has places."""
+        if self._config.per_episode:
+            return
+        if self._places.learn(error.max_sessions):
+            log.info("%s allows %s sessions: the others wait for a place", self.name, error.max_sessions)
+        if self._places.too_many:
+            raise NoPlace(f"{self.name} allows {self._places.limit} sessions") from error
+
     async def _opened(self, server: Server, stack: AsyncExitStack) -> Session:
         """A session that is closed by `stack`. Raises ServerFull, EpisodeLost."""
         session = Session(self._config, server.url, self._headers, self._client, server.idle_timeout_s)
@@ -144,7 +152,16 @@ class OpenEnvEnvironment:
         return session
 
     async def _living(self, stack: AsyncExitStack) -> Server:
-        """The run's server, started again if it was ours and died; or one of the episode's own, which `stack` ends."""
+        """The run's server, started again if it was ours and died; or one of the episode's own, which `stack` ends.
+
+        Raises EpisodeLost: one was started when the run began, so that it fails now is no fault of settings or task.
+        """
+        try:
+            return await self._started(stack)
+        except EnvironmentFault as error:
+            raise EpisodeLost(str(error)) from error
+
+    async def _started(self, stack: AsyncExitStack) -> Server:
         if self._config.per_episode:
             return await stack.enter_async_context(serving(self._config, self._registry))
         async with self._starting:

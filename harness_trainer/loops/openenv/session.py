@@ -20,7 +20,11 @@ from harness_trainer.environments.openenv_config import OpenEnvConfig
 from harness_trainer.loops.base import EpisodeLost
 
 _LOST = ("SESSION_ERROR", "FACTORY_ERROR")  # of OpenEnv's error codes, those that mean that there is no session
-_UNWRITABLE = "Unable to serialize unknown type"
+# How a SESSION_ERROR begins that an action led to: openenv 0.10 ends the session when it cannot write down why it
+# refused one, be it what pydantic says of an environment's own validator, or a text with half a surrogate pair. That is
+# the policy's doing: taken for a fault of the machinery, such actions were never punished.
+UNWRITABLE = ("Unable to serialize unknown type", "Error serializing to JSON")
+ENDED_OVER_IT = "the action is invalid, and the environment ended over it"
 _FULL = "CAPACITY_REACHED"
 _BESIDE = ("metadata", "reward", "done")  # of an observation: what is not for the model
 
@@ -191,10 +195,8 @@ def _refusal(data: Mapping[str, Any]) -> Exception:
     if code == _FULL:
         most = data.get("max_sessions")
         return ServerFull(f"the server has no place left: {said}", most if isinstance(most, int) else None)
-    if code == "SESSION_ERROR" and said.startswith(_UNWRITABLE):
-        # It was writing down what pydantic says of an action that a validator of the environment's refused (openenv
-        # 0.10). That is the policy's doing: taken for a fault of the machinery, such actions were never punished.
-        return SessionSpent("the action is invalid, and the environment ended over it")
+    if code == "SESSION_ERROR" and said.startswith(UNWRITABLE):
+        return SessionSpent(ENDED_OVER_IT)
     if code in _LOST:
         return EpisodeLost(f"the server ended the session: {said} ({code})")
     errors = data.get("errors")

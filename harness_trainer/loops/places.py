@@ -1,7 +1,7 @@
-"""How many sessions a server is asked for at once.
+"""How many episodes of a source are open at once, where that may turn out to be fewer than was thought.
 
-Owns the count. The limit is known when the environment is opened, or learned from the first refusal. Called by
-`environment`.
+Owns the count and the queue. A server may tell how many sessions it allows only by refusing one. Called by the
+environments that learn it, and by `rollouts.white_box`, which lets rollouts wait outside their deadline.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ class Places:
         self._num_held = 0
         self._freed = asyncio.Condition()
 
+    @property
+    def too_many(self) -> bool:
+        """There are more holders than places."""
+        return self.limit is not None and self._num_held > self.limit
+
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         async with self._freed:
@@ -31,11 +36,11 @@ class Places:
             await asyncio.shield(self._tell())
 
     def learn(self, limit: int | None) -> bool:
-        """What a refusal says. Whether that is news, and there are more holders than places."""
+        """What a refusal says. Whether the limit has fallen."""
         if limit is None or limit < 1 or (self.limit is not None and limit >= self.limit):
             return False
         self.limit = limit
-        return self._num_held > limit
+        return True
 
     async def _tell(self) -> None:
         async with self._freed:

@@ -1,0 +1,61 @@
+"""Checks of what a run consists of: something to start an engine and a gateway with, and their ports."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from harness_trainer.config import RunConfig
+from harness_trainer.doctor.base import Check
+from harness_trainer.engine.config import EngineConfig, find_environment
+from harness_trainer.errors import SetupError
+from harness_trainer.supervision.remote import RemoteHost
+
+_ANSWER_S = 10.0  # Compose starts the trainer when the others are healthy
+
+
+def engine(config: RunConfig | None) -> Check:
+    host = RemoteHost.find("engine")
+    if host is not None:
+        return _container("engine", host)
+    try:
+        environment = find_environment(config.engine if config else EngineConfig())
+    except SetupError as error:
+        return Check("engine environment with vLLM", False, "none", str(error))
+    return Check("engine environment with vLLM", True, f"{environment.kind} build, {environment.python}")
+
+
+def gateway() -> Iterator[Check]:
+    host = RemoteHost.find("gateway")
+    if host is not None:
+        yield _container("gateway", host)
+
+
+def ports(config: RunConfig) -> Iterator[Check]:
+    """Those that the run names and that are this machine's."""
+    if RemoteHost.find("engine") is not None:
+        return
+    for name, host, port in (("engine", config.engine.host, config.engine.port), ("gateway", "", config.gateway.port)):
+        if port:
+            yield port_is_free(name, host or "127.0.0.1", port)
+
+
+def port_is_free(name: str, host: str, port: int) -> Check:
+    title = f"port {port} for the {name}"
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        fix = f"end what listens there (`ss -ltnp 'sport = :{port}'`), or give --{name}.port 0 for a free one"
+        return Check(title, False, f"{error.strerror or error}", fix)
+    return Check(title, True, "free")
+
+
+def _container(name: str, host: RemoteHost) -> Check:
+    try:
+        address = ":".join(map(str, host.address(_ANSWER_S)))
+    except SetupError as error:
+        return Check(f"container of the {name}", False, "it does not answer", str(error))
+    return Check(f"container of the {name}", True, f"waits for orders; to listen at {address}")

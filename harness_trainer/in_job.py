@@ -1,0 +1,260 @@
+"""The process that a job is: `harness-trainer launch inside`. Brings a run back, trains, keeps copies, ends in time.
+
+Owns signals, the deadline and when copies are made. Training itself is the ordinary command, as a child, so that a
+long upload never waits for it nor it for one. What a copy is `run_copy` knows, where it goes `jobs.copies`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from harness_trainer.errors import HarnessTrainerError, SetupError
+from harness_trainer.job_order import JobOrder
+from harness_trainer.learner import checkpoints
+from harness_trainer.run_copy import newest_step, snapshot
+from harness_trainer.rundir import RunDir, write_atomically
+from jobs.copies import Copies
+from jobs.errors import CopyTaken, JobsError
+from jobs.masking import Mask
+
+STOPPED = 75  # exit code: the run is not over, and whoever starts it again goes on with it
+NOT_KEPT = 5  # what it came to could not be put where it outlives the job
+TAKEN = 6  # another job has the run's copy
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """In seconds. When the machine is told to go, `save` is for a checkpoint on request, `end` for the run to end."""
+
+    poll: float = 1.0
+    save: float = 15.0
+    end: float = 25.0
+    push_again: float = 60.0
+    last_pushes: tuple[float, ...] = (5.0, 30.0, 0.0)  # after each of the last tries
+
+
+class JobRun:
+    """One job's life. `train` is the command that trains, without what is added here: config and folder.
+
+    `publish` takes the trained model's folder somewhere and says where; None = it stays in the run folder.
+    """
+
+    def __init__(
+        self,
+        order: JobOrder,
+        copies: Copies,
+        run: RunDir,
+        *,
+        train: Sequence[str],
+        mask: Mask,
+        publish: Callable[[Path], str] | None = None,
+        out: IO[str] = sys.stdout,
+        pace: Pace = Pace(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._order = order
+        self._copies = copies
+        self._run = run
+        self._train = list(train)
+        self._mask = mask
+        self._publish = publish
+        self._out = out
+        self._pace = pace
+        self._clock = clock
+        self._began = clock()
+        self._told_to_go = threading.Event()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
+        self._pushing: Future[int | None] | None = None
+        self._pushed_step: int | None = None
+        self._push_at = 0.0  # not before, by the clock
+        self._taken: CopyTaken | None = None
+
+    def go(self) -> int:
+        """The exit code. Raises JobsError when there is a copy that cannot be brought back."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._told_to_go.set())
+        self._bring_back()
+        child = self._start()
+        reading = threading.Thread(target=self._pass_on, args=(child.stdout,), name="log", daemon=True)
+        reading.start()
+        try:
+            reason = self._watch(child)
+            if reason is not None:
+                self._end(child, reason)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            code = child.wait()
+            reading.join(timeout=5.0)
+        return self._close(code if reason is None else STOPPED)
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def _bring_back(self) -> None:
+        self._run.path.parent.mkdir(parents=True, exist_ok=True)
+        if newest_step(self._run) is not None:
+            self._say(f"going on with the run that is in {self._run.path}")
+            return
+        self._run.path.mkdir(exist_ok=True)
+        if self._copies.pull(self._run.path):
+            self._pushed_step = newest_step(self._run)
+            self._say(f"going on after step {self._pushed_step}, from the copy at {self._copies.where}")
+        else:
+            self._say(f"a new run; copies go to {self._copies.where}")
+
+    def _start(self) -> subprocess.Popen[str]:
+        import yaml
+
+        config = self._run.path.parent / f"{self._order.run}.yaml"
+        write_atomically(config, yaml.safe_dump(self._order.config, sort_keys=False))
+        argv = [*self._train, "--config", str(config), "--run-dir", str(self._run.path), "--plain"]
+        # A session of its own: it is told to end by us, once there is a checkpoint.
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def _watch(self, child: subprocess.Popen[str]) -> str | None:
+        """Until it ends by itself (None), or there is a reason to end it."""
+        has_warned = False
+        while child.poll() is None:
+            if self._told_to_go.wait(self._pace.poll):
+                return "this machine was told to go"
+            if self._taken is not None:
+                return str(self._taken)
+            left_s = self._order.timeout_s - (self._clock() - self._began)
+            if left_s <= self._order.margin_s:
+                return f"the job's timeout is {left_s / 60:.0f} minutes away"
+            if not has_warned and left_s <= 2 * self._order.margin_s:
+                has_warned = True
+                minutes = (left_s - self._order.margin_s) / 60
+                self._say(
+                    f"WARNING: the job's timeout is near; the run is ended in {minutes:.0f} minutes, with a checkpoint"
+                )
+            self._push_if_new()
+        return None
+
+    def _end(self, child: subprocess.Popen[str], reason: str) -> None:
+        """A checkpoint of what is learnt, then Ctrl-C, which closes sandboxes too."""
+        self._say(f"ending the run: {reason}")
+        if self._taken is None and child.poll() is None:
+            checkpoints.request(self._run.checkpoints)
+            wait_s = self._pace.save if self._told_to_go.is_set() else max(self._pace.save, self._order.margin_s / 2)
+            deadline = time.monotonic() + wait_s
+            while checkpoints.is_requested(self._run.checkpoints) and time.monotonic() < deadline:
+                if child.poll() is not None or (self._told_to_go.is_set() and wait_s > self._pace.save):
+                    break
+                time.sleep(0.1)
+            if checkpoints.is_requested(self._run.checkpoints):
+                self._say("no checkpoint could be made in the middle of a step: the last one counts")
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(self._pace.end)
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def _push_if_new(self) -> None:
+        if self._pushing is not None:
+            if not self._pushing.done():
+                return
+            self._heed(self._pushing)
+            self._pushing = None
+        step = newest_step(self._run)
+        if step is not None and step != self._pushed_step and self._clock() >= self._push_at:
+            self._pushing = self._pool.submit(self._push)
+
+    def _push(self) -> int | None:
+        """The step that the copy is of; None = there was nothing to copy."""
+        with snapshot(self._run) as found:
+            if found is None:
+                return None
+            size = found.num_bytes / 1e6
+            started = time.monotonic()
+            where = self._copies.push(found.files, f"{self._order.run}: step {found.step}")
+            self._say(f"copied step {found.step} ({size:.0f} MB, {time.monotonic() - started:.0f} s) to {where}")
+            return found.step
+
+    def _heed(self, push: Future[int | None]) -> None:
+        try:
+            self._pushed_step = push.result()
+        except CopyTaken as error:
+            self._taken = error
+        except (JobsError, HarnessTrainerError) as error:
+            self._push_at = self._clock() + self._pace.push_again
+            self._say(f"WARNING: the copy could not be made, and is tried again: {error}")
+
+    def _close(self, code: int) -> int:
+        """The last copy: of a run that was ended, or that ended by itself, well or not."""
+        if self._pushing is not None:
+            self._heed(self._pushing)
+        for wait_s in self._pace.last_pushes:
+            if self._taken is not None:
+                break
+            self._push_at = 0.0
+            self._heed(self._pool.submit(self._push))
+            if not self._push_at:
+                break
+            time.sleep(wait_s)
+        self._pool.shutdown()
+        if self._taken is not None:
+            self._say(f"no further copy is made: {self._taken}")
+            return TAKEN
+        if code == 0:
+            return self._finish()
+        if self._pushed_step is not None:
+            self._say(f"to go on after step {self._pushed_step}: harness-trainer launch hf-jobs resume {self._job()}")
+        return code
+
+    def _finish(self) -> int:
+        """The run is over. A result that cannot be kept ends with this machine, and so it is a failure."""
+        if self._push_at:
+            return NOT_KEPT
+        model = next((folder for name in ("model", "adapter") if (folder := self._run.path / name).is_dir()), None)
+        if self._publish is not None and model is not None:
+            try:
+                self._say(f"the trained model is at {self._publish(model)}")
+            except JobsError as error:
+                self._say(f"the trained model could not be published, and is made again from the copy: {error}")
+                return NOT_KEPT
+        self._say("the run is over")
+        return 0
+
+    def _job(self) -> str:
+        return os.environ.get("JOB_ID", "JOB")
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        print(self._mask(f"[job] {text}"), file=self._out, flush=True)
+
+    def _pass_on(self, stream: IO[str] | None) -> None:
+        assert stream is not None
+        for line in stream:
+            print(self._mask(line.rstrip("\n")), file=self._out, flush=True)
+
+
+def prepare(order: JobOrder) -> None:
+    """The environments that this machine lacks. Raises SetupError."""
+    if order.setup:
+        argv = [sys.executable, "-m", "harness_trainer.cli", "setup", *order.setup]
+        if subprocess.run(argv, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+            raise SetupError(
+                f"{' and '.join(order.setup)} could not be set up: see above, or use an --image that has it"
+            )

@@ -1,0 +1,27 @@
+"""What the supervisor needs of a process that it started, here or in another container.
+
+Owns the contract only. `sandboxes.lifecycle.OwnedProcess` keeps it for this machine, `remote.RemoteProcess` for a part
+that runs elsewhere; `parts` is the caller.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class PartProcess(Protocol):
+    """Methods may be called from any thread."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative = signal."""
+        ...
+
+    def alive(self) -> bool: ...
+
+    def stop(self, grace_s: float = 5.0, *, successor: bool = False) -> int | None:
+        """End it and all that it started; idempotent, blocking. `successor` = another of its kind is started next."""
+        ...

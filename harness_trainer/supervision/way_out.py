@@ -1,0 +1,75 @@
+"""The gateway as sandboxes reach it: its addresses on this machine, and the way to it from outside where one is opened.
+
+Owns the joining of `expose` to a run's parts: a tunnel's process is a part like any other, started again when it dies.
+Called by the supervisor once the gateway serves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from harness_trainer.errors import GatewayFailed
+from harness_trainer.expose import ExposeConfig
+from harness_trainer.expose.public_way import PACE, Pace, PublicWay
+from harness_trainer.rundir import RunDir
+from harness_trainer.supervision.parts import Part, Parts
+from sandboxes.base import Endpoint
+from sandboxes.lifecycle import OwnedProcess, start_process
+
+NAME = "tunnel"
+
+
+class WayOut:
+    """One run's. `endpoint` opens what is to be opened; `close` ends the watching, and the parts end the process."""
+
+    def __init__(
+        self,
+        config: ExposeConfig,
+        public_url: str | None,
+        *,
+        run: RunDir,
+        registry: Path,
+        say: Callable[[str], None],
+        pace: Pace = PACE,
+    ) -> None:
+        self._config = config
+        self._public_url = public_url
+        self._run = run
+        self._registry = registry
+        self._say = say
+        self._pace = pace
+        self._way: PublicWay | None = None
+
+    def endpoint(self, agent_url: str, socket: Path | None, parts: Parts) -> Endpoint:
+        """Blocking, until the way is proved. Raises ConfigError, SetupError, GatewayFailed, LifecycleError."""
+        if self._config.type == "none":
+            return Endpoint(agent_url, socket, self._public_url)
+        log, file = self._run.logs / f"{NAME}.log", self._run.internal / "public_url"
+        way = self._way = PublicWay(
+            self._config,
+            agent_url=agent_url,
+            public_url=self._public_url,
+            address_file=file,
+            log=log,
+            spawn=lambda argv: self._spawn(argv, log),
+            say=self._say,
+            event=self._run.event,
+            pace=self._pace,
+        )
+        self._say(f"opening the gateway to sandboxes elsewhere ({self._config.type})")
+        if way.argv is None:
+            way.open()
+        else:
+            parts.start(Part(NAME, log, GatewayFailed, way.launch, on_death=way.lost, give_up=way.close))
+        return Endpoint(agent_url, socket, way.url, file)
+
+    def close(self) -> None:
+        if self._way is not None:
+            self._way.close()
+
+    def _spawn(self, argv: list[str], log: Path) -> OwnedProcess:
+        # A tunnel's program may need a person's variables, but never the run's own keys.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("CAPTURE_PROXY_")}
+        return start_process(argv, env=env, cwd=self._run.path, log_path=log, registry=self._registry, kind=NAME)
