@@ -4,6 +4,7 @@ VENV := .venv
 ENGINE := .venv-engine
 INTERCEPT := .venv-intercept
 HARBOR := .venv-harbor
+RELEASE := .venv-release
 BIN := $(VENV)/bin
 
 # A CUDA machine gets the CUDA build of vLLM; every other machine gets the CPU build.
@@ -12,7 +13,7 @@ ENGINE_KIND ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/
 # Arguments for the demo or the tests, e.g. ARGS="--keep-weights true".
 ARGS ?=
 
-.PHONY: demo test check bench qualify clean setup setup-project setup-engine setup-intercept setup-harbor
+.PHONY: demo test check bench qualify release clean setup setup-project setup-engine setup-intercept setup-harbor
 
 demo: setup
 	$(BIN)/harness-trainer demo $(ARGS)
@@ -34,6 +35,10 @@ bench: setup
 NAMES ?= all
 qualify: setup
 	$(BIN)/harness-trainer qualify --harness $(NAMES)
+
+# Archives, SBOM, licences, audit: into dist/.
+release: setup-project $(RELEASE)/.done
+	.ci/release
 
 clean:
 	-$(BIN)/harness-trainer clean
@@ -79,4 +84,9 @@ $(INTERCEPT)/.done: requirements/intercept.txt
 $(HARBOR)/.done: requirements/harbor.txt
 	test -x $(HARBOR)/bin/python || $(PYTHON312) -m venv $(HARBOR)
 	$(HARBOR)/bin/pip install -q --no-deps -r requirements/harbor.txt
+	touch $@
+
+$(RELEASE)/.done: requirements/release.txt
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install -q --no-deps -r requirements/release.txt
 	touch $@

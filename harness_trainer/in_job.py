@@ -40,7 +40,8 @@ class Pace:
     poll: float = 1.0
     save: float = 15.0
     end: float = 25.0
-    push_again: float = 60.0
+    push_again: float = 60.0  # after one that failed
+    push_apart: float = 60.0  # after one that was made: a repository takes some hundred commits an hour
     last_pushes: tuple[float, ...] = (5.0, 30.0, 0.0)  # after each of the last tries
 
 
@@ -78,6 +79,7 @@ class JobRun:
         self._pushing: Future[int | None] | None = None
         self._pushed_step: int | None = None
         self._push_at = 0.0  # not before, by the clock
+        self._push_failed = False  # the last one
         self._taken: CopyTaken | None = None
 
     def go(self) -> int:
@@ -193,11 +195,12 @@ class JobRun:
 
     def _heed(self, push: Future[int | None]) -> None:
         try:
-            self._pushed_step = push.result()
+            self._pushed_step, self._push_failed = push.result(), False
+            self._push_at = self._clock() + self._pace.push_apart
         except CopyTaken as error:
             self._taken = error
         except (JobsError, HarnessTrainerError) as error:
-            self._push_at = self._clock() + self._pace.push_again
+            self._push_at, self._push_failed = self._clock() + self._pace.push_again, True
             self._say(f"WARNING: the copy could not be made, and is tried again: {error}")
 
     def _close(self, code: int) -> int:
@@ -207,9 +210,8 @@ class JobRun:
         for wait_s in self._pace.last_pushes:
             if self._taken is not None:
                 break
-            self._push_at = 0.0
             self._heed(self._pool.submit(self._push))
-            if not self._push_at:
+            if not self._push_failed:
                 break
             time.sleep(wait_s)
         self._pool.shutdown()
@@ -224,7 +226,7 @@ class JobRun:
 
     def _finish(self) -> int:
         """The run is over. A result that cannot be kept ends with this machine, and so it is a failure."""
-        if self._push_at:
+        if self._push_failed:
             return NOT_KEPT
         model = next((folder for name in ("model", "adapter") if (folder := self._run.path / name).is_dir()), None)
         if self._publish is not None and model is not None:

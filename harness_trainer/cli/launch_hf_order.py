@@ -173,7 +173,8 @@ def make(asked: Asked, secrets: Mapping[str, str]) -> Order:
         flavor=asked.flavor,
         timeout_s=asked.timeout_s,
         image=asked.image or UV_IMAGE,
-        env={**asked.variables, ORDER: inside.model_dump_json()},
+        # A bar that moves is a line of the job's log each time.
+        env={"HF_HUB_DISABLE_PROGRESS_BARS": "1", **asked.variables, ORDER: inside.model_dump_json()},
         secrets=dict(secrets),
         labels={LABEL: asked.run, "name": f"harness-trainer-{asked.run}"},
         volumes=tuple(volume(text) for text in asked.volumes),

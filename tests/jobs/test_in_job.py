@@ -1,0 +1,208 @@
+"""The process in a job: copies made and brought back, the deadline, being told to go, and other writers."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness_trainer.in_job import NOT_KEPT, STOPPED, TAKEN, JobRun, Pace
+from harness_trainer.job_order import JobOrder
+from harness_trainer.learner.checkpoints import read_state
+from harness_trainer.run_copy import newest_step, snapshot
+from harness_trainer.rundir import RunDir
+from jobs.copies import FolderCopy, HubCopy
+from jobs.errors import JobsError
+from jobs.hf import client
+from jobs.masking import Mask
+from tests.jobs.playing_train import take_step, write_checkpoint
+from tests.jobs.standin import Standin
+
+TRAIN = [sys.executable, "-m", "tests.jobs.playing_train"]
+SECRET = "e2b_0123456789abcdef"
+QUICK = Pace(poll=0.02, save=3.0, end=5.0, push_again=0.1, push_apart=0.0, last_pushes=(0.05, 0.05, 0.0))
+
+
+class Job:
+    """One life on one machine; the copy is what lives on."""
+
+    def __init__(self, folder: Path, volume: Path, **order: object) -> None:
+        config = {"steps": 4, "pause_s": 0.05, "save_steps": 2, **order.pop("config", {})}  # type: ignore[dict-item]
+        given = {"run": "math", "runs": str(volume), "timeout_s": 600.0, "margin_s": 60.0, "config": config, **order}
+        self.copy = FolderCopy(volume / "math")
+        self.run = RunDir(folder / "runs" / "math")
+        self.out = io.StringIO()
+        self.published: list[Path] = []
+        self.job = JobRun(
+            JobOrder.model_validate(given),
+            self.copy,
+            self.run,
+            train=TRAIN,
+            mask=Mask([SECRET]),
+            publish=self.publish,
+            out=self.out,
+            pace=QUICK,
+        )
+
+    def publish(self, folder: Path) -> str:
+        self.published.append(folder)
+        return "hub/me/model"
+
+    @property
+    def told(self) -> str:
+        return self.out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def ordinary_signals(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setenv("E2B_API_KEY", SECRET)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """In a thread, once it is so."""
+
+    def wait() -> None:
+        end = time.monotonic() + 20
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def steps_in(store: Path) -> list[int]:
+    with sqlite3.connect(store) as db:
+        return [row[0] for row in db.execute("SELECT step FROM steps ORDER BY rowid")]
+
+
+def test_a_run_is_copied_published_and_its_secrets_are_not_shown(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume")
+    assert job.job.go() == 0
+    assert "training from step 0; key ***" in job.told and SECRET not in job.told
+    assert "the run is over" in job.told and job.published == [job.run.path / "model"]
+    back = RunDir(tmp_path / "back")
+    assert FolderCopy(tmp_path / "volume" / "math").pull(back.path)
+    assert newest_step(back) == 4 and steps_in(back.store) == [1, 2, 3, 4]
+    assert not (back.path / "internal").exists()
+
+
+def test_another_machine_goes_on_from_the_copy(tmp_path: Path) -> None:
+    first = Job(tmp_path / "a", tmp_path / "volume", config={"fails": True})
+    assert first.job.go() == 6
+    assert "to go on after step 4: harness-trainer launch hf-jobs resume" in first.told and not first.published
+    second = Job(tmp_path / "b", tmp_path / "volume", config={"steps": 6})
+    assert second.job.go() == 0
+    assert "going on after step 4" in second.told and "training from step 4" in second.told
+    assert steps_in(second.run.store) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_go_it_leaves_a_checkpoint_and_ends_the_run(tmp_path: Path, number: int) -> None:
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 10_000, "save_steps": 10_000})
+    going = when(lambda: "step 3" in job.told, lambda: os.kill(os.getpid(), number))
+    assert job.job.go() == STOPPED
+    going.join()
+    assert "told to go" in job.told and "sandboxes are closed" in job.told
+    back = RunDir(tmp_path / "back")
+    assert FolderCopy(tmp_path / "volume" / "math").pull(back.path)
+    step = newest_step(back)
+    assert step is not None and step >= 3 and steps_in(back.store)[:step] == list(range(1, step + 1))
+    assert read_state(back.checkpoints / f"checkpoint-{step}").policy_version == step + 1
+
+
+def test_in_the_middle_of_a_long_step_the_last_checkpoint_counts(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 2, "pause_s": 0.05, "save_steps": 1})
+    assert job.job.go() == 0
+    stubborn = Job(tmp_path / "b", tmp_path / "volume", config={"steps": 9, "pause_s": 60.0})
+    stubborn.job._pace = Pace(poll=0.02, save=0.0, end=5.0, last_pushes=(0.0,))
+    when(lambda: "training from" in stubborn.told, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert stubborn.job.go() == STOPPED
+    assert "the last one counts" in stubborn.told and "to go on after step 2" in stubborn.told
+
+
+def test_before_the_timeout_it_warns_saves_and_ends(tmp_path: Path) -> None:
+    config = {"steps": 10_000, "save_steps": 10_000}
+    job = Job(tmp_path, tmp_path / "volume", config=config, timeout_s=3.0, margin_s=1.0)
+    began = time.monotonic()
+    assert job.job.go() == STOPPED
+    assert time.monotonic() - began < 6
+    warned, ended = job.told.index("WARNING: the job's timeout is near"), job.told.index("ending the run")
+    assert warned < ended and "to go on after step" in job.told
+    assert newest_step(job.run) is not None
+
+
+def test_a_second_job_of_the_same_run_is_ended(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 10_000, "save_steps": 1})
+    other = tmp_path / "other"
+    other.write_bytes(b"x")
+
+    def take() -> None:
+        rival = FolderCopy(tmp_path / "volume" / "math")
+        rival.pull(tmp_path / "theirs")
+        rival.push({"store.sqlite": other}, "theirs")
+
+    when(lambda: "copied step" in job.told, take)
+    assert job.job.go() == TAKEN
+    assert "changed by somebody else" in job.told and "no further copy" in job.told
+    back = tmp_path / "back"
+    FolderCopy(tmp_path / "volume" / "math").pull(back)
+    assert [path.name for path in back.iterdir()] == ["store.sqlite"]
+
+
+def test_a_copy_that_fails_is_made_later(tmp_path: Path, hub: Standin) -> None:
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 6, "save_steps": 2, "pause_s": 0.2})
+    job.job._copies = HubCopy(client(), "me/runs", "math")
+    hub.repos.refuses = 2
+    assert job.job.go() == 0
+    assert "the copy could not be made, and is tried again" in job.told
+    assert "math/checkpoints/checkpoint-6/model.safetensors" in hub.repos.files("me/runs")
+    assert not any("checkpoint-2" in path or "checkpoint-4" in path for path in hub.repos.files("me/runs"))
+
+
+def test_a_result_that_nobody_keeps_is_a_failure(tmp_path: Path, hub: Standin) -> None:
+    job = Job(tmp_path, tmp_path / "volume")
+    job.job._copies = HubCopy(client(), "me/runs", "math")
+    hub.repos.refuses = 10**6
+    assert job.job.go() == NOT_KEPT
+    assert "the run is over" not in job.told
+
+
+def test_a_copy_that_cannot_be_brought_back_stops_the_job_before_it_trains(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume")
+    (tmp_path / "volume" / "math").mkdir(parents=True)
+    (tmp_path / "volume" / "math" / "current.json").write_text("{")
+    with pytest.raises(JobsError, match="remove it to begin anew"):
+        job.job.go()
+    assert "training" not in job.told
+
+
+def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with snapshot(run) as nothing:
+        assert nothing is None
+    run.path.mkdir(exist_ok=True)
+    for step in (1, 2):
+        take_step(run, step)
+        write_checkpoint(run, step)
+    with snapshot(run) as found:
+        assert found is not None and found.step == 2
+        take_step(run, 3)
+        write_checkpoint(run, 3)  # which removes that of step 2
+        assert steps_in(found.files["store.sqlite"]) == [1, 2]
+        assert found.files["checkpoints/checkpoint-2/model.safetensors"].read_bytes() == b"0002" * 500
+        assert found.files["metrics.jsonl"].read_text().count("\n") == 2
+    assert not (run.internal / "copy").exists()
