@@ -69,8 +69,8 @@ def _intro(runs: Sequence[Run]) -> list[str]:
         f"tokens). Start: the first {FIRST} steps, sampled before the first update but for groups that replaced "
         "dropped ones, and so by the model that all runs share (over all runs "
         f"{pooled:.3f} ± {error:.3f}); end: the last {LAST}. ± is one standard error over rollouts. Rise: end less the "
-        "run's own start, in standard errors of that difference; beside the default: its end less that of the "
-        "default's first run, likewise. The gradient's norm before clipping, the KL to the policy that sampled and "
+        "run's own start, in standard errors of that difference; beside default: its end less that of all the "
+        "default's runs together, likewise. The gradient's norm before clipping, the KL to the policy that sampled and "
         "the share of tokens that a clip, a cut or a mask has bounded are means over steps; the ratio is the largest "
         "of any token. Settings that a row does not name are the default's."
     )
@@ -82,14 +82,15 @@ def _results(runs: Sequence[Run]) -> list[str]:
         "run", "seed", "settings", "start", "end", "rise", "beside default", "gradient", "largest ratio", "KL",
         "bounded", "steps", "min",
     )  # fmt: skip
-    default = next((run for run in runs if run["name"] == "default"), None)
+    default = [reward for run in runs if run["name"] == "default" for reward in end_of(run)]
     return _table(header, [_result(run, default) for run in runs])
 
 
-def _result(run: Run, default: Run | None) -> list[str]:
+def _result(run: Run, default: Sequence[float]) -> list[str]:
+    """`default`: the end's rewards of all the default's runs."""
     bounded = "importance_bounded_fraction" if "importance_correction" in run["settings"] else "clip_fraction"
     settings = ", ".join(f"`{name}: {value}`" for name, value in run["settings"].items())
-    beside = None if default is None or run is default else errors_apart(end_of(default), end_of(run))
+    beside = errors_apart(default, end_of(run)) if default and run["name"] != "default" else None
     return [
         run["name"],
         str(run["seed"]),

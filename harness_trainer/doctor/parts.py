@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
 import socket
 from collections.abc import Iterator
 
@@ -22,7 +25,22 @@ def engine(config: RunConfig | None) -> Check:
         environment = find_environment(config.engine if config else EngineConfig())
     except SetupError as error:
         return Check("engine environment with vLLM", False, "none", str(error))
-    return Check("engine environment with vLLM", True, f"{environment.kind} build, {environment.python}")
+    found = f"{environment.kind} build, {environment.python}"
+    if environment.kind == "cpu" and (missing := _missing_for_cpu()):
+        return Check("engine environment with vLLM", False, f"{found}, without {missing[0]}", missing[1])
+    return Check("engine environment with vLLM", True, found)
+
+
+def _missing_for_cpu() -> tuple[str, str] | None:
+    """What vLLM's build for CPUs needs of the system, and finds out only when it loads, or at the first reply."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return "libnuma.so.1", "apt-get install libnuma1"
+    compiles = os.environ.get("TORCHDYNAMO_DISABLE") != "1"
+    if compiles and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "g++"))):
+        return "a C++ compiler", "apt-get install g++, or set TORCHDYNAMO_DISABLE=1"
+    return None
 
 
 def gateway() -> Iterator[Check]:
