@@ -230,9 +230,15 @@ class CollectConfig(SamplingConfig):
 
 
 def own_rollouts(rollouts: RolloutConfig, source: SourceConfig) -> RolloutConfig:
-    """The run's settings as they are in the rollouts of one source. Raises ValueError where they do not go together."""
+    """The run's settings as they are in the rollouts of one source. Raises ValueError where they do not go together.
+
+    Of several sources, one whose turns are ours has no verifier: what the run says of its rewards is for the others.
+    """
     evaluation = rollouts.evaluation.model_copy(update={"tasks": source.evaluation})
-    whole = {**rollouts.model_dump(), **source.own_settings, "evaluation": evaluation}
+    whole = {**rollouts.model_dump(), "evaluation": evaluation}
+    if source.name and isinstance(source.env, WHITE_BOX):
+        whole |= {"reward": "verifier", "reward_weights": {}}
+    whole |= source.own_settings
     try:
         return RolloutConfig.model_validate(whole)
     except ValidationError as error:

@@ -14,7 +14,14 @@ from pathlib import Path
 
 from harness_trainer.cache import cache_dir
 from harness_trainer.config import SamplingConfig, own_rollouts
-from harness_trainer.environments import WHITE_BOX, EnvConfig, OpenEnvHarborConfig, OrsConfig, SourceConfig
+from harness_trainer.environments import (
+    WHITE_BOX,
+    EnvConfig,
+    EnvironmentClassConfig,
+    OpenEnvHarborConfig,
+    OrsConfig,
+    SourceConfig,
+)
 from harness_trainer.environments.openenv_harbor import inspect_server, require_reachable
 from harness_trainer.errors import ConfigError
 from harness_trainer.harnesses.install import ensure_installed
@@ -41,10 +48,14 @@ class Inspected:
 
     @property
     def longest_s(self) -> float:
-        """What the longest of its rollouts may take, an image that is built first included."""
-        config = self.spec.config
+        """What the longest of its rollouts may take until its end is known, an image that is built first included.
+
+        Of a group that is scored together no end is known before the last, and they may have to play one by one.
+        """
+        config, env = self.spec.config, self.spec.env
+        together = isinstance(env, EnvironmentClassConfig) and env.reward_scope == "group"
         each = (Limits.of(config, task).total_s + task.box.build_timeout_s for task in (*self.tasks, *self.held_out))
-        return max(each)
+        return max(each) * (config.group_size if together else 1)
 
 
 @dataclass(frozen=True, slots=True)

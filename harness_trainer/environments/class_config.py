@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from harness_trainer.environments.reward_settings import RewardTargets, RewardWeights
 
 
 class EnvironmentClassConfig(BaseModel):
@@ -24,12 +25,12 @@ class EnvironmentClassConfig(BaseModel):
         description="the class, or a dict of classes by name: file.py:Name or package.module:Name",
     )
     name: str | None = Field(None, description="what metrics call it; null = the class's name")
-    rewards: list[str] = Field(
+    rewards: RewardTargets = Field(
         default_factory=list,
         description="reward functions, called with environments=[...]: file.py:function or package.module:function; "
         "their sum counts, with that of the class's own get_reward",
     )
-    reward_weights: dict[str, float] = Field(
+    reward_weights: RewardWeights = Field(
         default_factory=dict, description="what each of them counts, by the function's or the class's name; else 1"
     )
     reward_scope: Literal["rollout", "group"] = Field(
@@ -47,6 +48,9 @@ class EnvironmentClassConfig(BaseModel):
         False, description="the episode ends when the instance's attribute `done` is true; in TRL it goes on"
     )
     max_episodes: int | None = Field(None, ge=1, description="episodes open at once; null = as many as rollouts")
+    capacity_patience_s: float = Field(
+        60.0, ge=0, description="how long `reset` is tried again where a server of its OpenEnv clients is full"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> EnvironmentClassConfig:
@@ -59,16 +63,4 @@ class EnvironmentClassConfig(BaseModel):
     def _target(cls, value: str) -> str:
         if not value.rpartition(":")[0]:
             raise ValueError("write file.py:Name or package.module:Name")
-        return value
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _rewards(cls, value: object) -> object:
-        return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-    @field_validator("reward_weights")
-    @classmethod
-    def _weights(cls, value: dict[str, float]) -> dict[str, float]:
-        if not all(math.isfinite(weight) for weight in value.values()):
-            raise ValueError("weights must be finite numbers")
         return value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from harness_trainer.environments.reward_settings import RewardTargets, RewardWeights
 
 _FORMS = (
     "write openenv:https://HOST (a server), openenv:docker:IMAGE, openenv:local:MODULE:APP (or FILE.py:APP), or"
@@ -39,12 +40,12 @@ class OpenEnvConfig(BaseModel):
     unrewarded: float | None = Field(
         None, allow_inf_nan=False, description="what an episode without any reward earned; null = it stays unscored"
     )
-    rewards: list[str] = Field(
+    rewards: RewardTargets = Field(
         default_factory=list,
         description="reward functions instead of the environment's reward, called with environments=[...] (their"
         " reward, rewards, done, observation, num_steps): file.py:function or package.module:function",
     )
-    reward_weights: dict[str, float] = Field(
+    reward_weights: RewardWeights = Field(
         default_factory=dict, description="what each of them counts, by the function's name; else 1"
     )
     tool_name: str | None = Field(
@@ -87,18 +88,6 @@ class OpenEnvConfig(BaseModel):
         if not (is_address(value) or (kind == "docker" and rest) or named):
             raise ValueError(_FORMS)
         return value.rstrip("/") if is_address(value) else value
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _rewards(cls, value: object) -> object:
-        return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-    @field_validator("reward_weights")
-    @classmethod
-    def _weights(cls, value: dict[str, float]) -> dict[str, float]:
-        if not all(math.isfinite(weight) for weight in value.values()):
-            raise ValueError("weights must be finite numbers")
-        return value
 
     @field_validator("url")
     @classmethod

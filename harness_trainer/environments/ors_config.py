@@ -6,12 +6,13 @@ the environment reads it.
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from harness_trainer.environments.reward_settings import RewardTargets, RewardWeights
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _CATALOG = re.compile(r"[\w.-]+/[\w.-]+")
@@ -56,12 +57,12 @@ class OrsConfig(BaseModel):
     token_env: str | None = Field(
         None, description="variable with the bearer token of a server that asks for one (a private Space); null = none"
     )
-    rewards: list[str] = Field(
+    rewards: RewardTargets = Field(
         default_factory=list,
         description="reward functions instead of the outcome reward, called with environments=[...] (their reward, "
         "rewards, metadata, finished, last_output): file.py:function or package.module:function",
     )
-    reward_weights: dict[str, float] = Field(
+    reward_weights: RewardWeights = Field(
         default_factory=dict, description="what each of them counts, by the function's name; else 1"
     )
     max_sessions: int | None = Field(None, ge=1, description="sessions open at once; null = as many as rollouts")
@@ -107,18 +108,6 @@ class OrsConfig(BaseModel):
     def _indices(cls, value: str | None) -> str | None:
         if value is not None:
             parse_indices(value)
-        return value
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _rewards(cls, value: object) -> object:
-        return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-    @field_validator("reward_weights")
-    @classmethod
-    def _weights(cls, value: dict[str, float]) -> dict[str, float]:
-        if not all(math.isfinite(weight) for weight in value.values()):
-            raise ValueError("weights must be finite numbers")
         return value
 
     @model_validator(mode="before")

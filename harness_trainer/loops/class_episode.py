@@ -29,10 +29,17 @@ from harness_trainer.loops.base import (
 from harness_trainer.loops.class_kinds import Method
 from harness_trainer.loops.contents import as_content, error_content
 from harness_trainer.loops.group_rewards import KeptEpisodes, Waiting
-from harness_trainer.loops.held_clients import ended_by_action, max_sessions, replaced, session_lost, sockets_of
+from harness_trainer.loops.held_clients import (
+    clients_of,
+    ended_by_action,
+    max_sessions,
+    replaced,
+    session_lost,
+    sockets_of,
+)
 from harness_trainer.loops.held_instance import Held
 from harness_trainer.loops.openenv.session import ENDED_OVER_IT, SessionSpent
-from harness_trainer.loops.places import Places
+from harness_trainer.loops.places import Places, pauses
 from harness_trainer.loops.reward_functions import RewardFailed, RewardFunction, Rewards, Sample, read_reward
 from harness_trainer.loops.rows import prompt_of
 
@@ -45,6 +52,7 @@ class Rules:
 
     rewards: Rewards
     stop_when_done: bool
+    capacity_patience_s: float = 0.0  # for a place on a server of its clients' that has none left
     places: Places | None = None  # to be told what the server of the class's clients allows; None = of several classes
     kept: KeptEpisodes | None = None  # reward functions judge whole groups; None = each episode by itself
 
@@ -72,15 +80,32 @@ class ClassEpisode:
     async def start(self) -> list[Message]:
         prompt = prompt_of(self._columns)
         try:
-            said = await self._guarded(self._held.instance.reset, dict(self._columns))
-        except EpisodeLost as error:
-            self._note_refusal(error)
+            said = await self._reset()
+        except EpisodeLost:
             raise
         except Exception as error:  # whatever a person's code raises
             self._held.spoiled = True
             where = f"{self._held.kind.name}.reset"
             raise SetupFailure(f"{where} raised {type(error).__name__}: {error}") from error
         return opening(prompt, said, f"{self._held.kind.name}.reset")
+
+    async def _reset(self) -> Any:
+        """A full server is asked again, with back-off: `reset` makes an instance ready however often it is called."""
+        held, waits = self._held, pauses(self._rules.capacity_patience_s)
+        refused: list[Any] = []  # clients
+        while True:
+            try:
+                said = await self._guarded(held.instance.reset, dict(self._columns))
+                held.spoiled = False
+                return said
+            except EpisodeLost as error:
+                self._note_refusal(error)
+                if max_sessions(error) is None or (pause_s := next(waits, None)) is None:
+                    raise
+            finally:
+                await held.end_replaced(refused)
+            refused = clients_of(held.instance)
+            await asyncio.sleep(pause_s)  # in our place: whoever holds the server's own is not of this source
 
     def _note_refusal(self, error: EpisodeLost) -> None:
         """Raises NoPlace where the server has fewer places than there are episodes of this run."""

@@ -22,6 +22,7 @@ something. With `reward_scope="group"` the functions see a whole group at once (
 
 **Places.** A server that refuses a session of a class's clients tells how many it allows: from then on no more episodes
 are open than that, for a class that keeps one client. Where there are several classes nobody knows whose server it is.
+A refusal that is not our own doing is waited out with back-off, for `capacity_patience_s`.
 
 Called by `open_source` through `tool_loop`; settings are `environments.EnvironmentClassConfig`.
 """
@@ -129,7 +130,13 @@ class ClassEnvironment:
     @asynccontextmanager
     async def episode(self, task: Task, rollout_id: str) -> AsyncIterator[ClassEpisode]:
         name, kept = self._name_of(task), self.group_rewards
-        rules = Rules(self._rewards, self._config.stop_when_done, self._places if None in self._kinds else None, kept)
+        rules = Rules(
+            self._rewards,
+            self._config.stop_when_done,
+            self._config.capacity_patience_s,
+            self._places if None in self._kinds else None,
+            kept,
+        )
         async with self._places.held():
             held = await self._take(name, rollout_id)
             row = copy.deepcopy(task.metadata[ROW])  # its siblings' and the next epoch's, whatever `reset` does

@@ -7,7 +7,7 @@ Owns closing it: its own method for that (`class_kinds`), then the OpenEnv clien
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,13 @@ class Held:
         """Of the OpenEnv clients in its attributes; the rest of it stays as it is."""
         for client in clients_of(self.instance):
             await self._attempt(partial(close_client, client, self.thread))
+
+    async def end_replaced(self, clients: Sequence[Any]) -> None:
+        """End the sessions of those that are among its attributes no more: nobody else would."""
+        present = {id(client) for client in clients_of(self.instance)}
+        for client in clients:
+            if id(client) not in present:
+                await self._attempt(partial(close_client, client, self.thread))
 
     async def _close_instance(self) -> None:
         if self.kind.closer is not None:

@@ -1,14 +1,28 @@
 """How many episodes of a source are open at once, where that may turn out to be fewer than was thought.
 
-Owns the count and the queue. A server may tell how many sessions it allows only by refusing one. Called by the
-environments that learn it, and by `rollouts.white_box`, which lets rollouts wait outside their deadline.
+Owns the count, the queue, and how long is waited between tries. A server may tell how many sessions it allows only by
+refusing one. Called by the environments that learn it, and by `rollouts.white_box`, which lets rollouts wait outside
+their deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0  # between tries for a place that others hold
+
+
+def pauses(patience_s: float) -> Iterator[float]:
+    """Seconds to wait before each further try for a place of a full server: with back-off, `patience_s` in all."""
+    wait_s = _FIRST_WAIT_S
+    while patience_s > 0:
+        pause_s = min(wait_s * random.uniform(0.5, 1.0), patience_s)
+        yield pause_s
+        patience_s -= pause_s
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
 class Places:

@@ -68,15 +68,15 @@ async def open_agents(
     """Open until `stack` is left. Raises ConfigError, TaskError, SetupError, SandboxError."""
     read = [_read(source) for source in sources]
     tasks = [task for one in read for task in one.everything]
-    agents = {name: agent for one in read for name, agent in one.mix.harnesses.items()}
-    access = await open_access(stack, spec, tasks, admin_key, *agents.values())
+    agents = [agent for one in read for agent in one.mix.harnesses.values()]  # two sources' may have one name
+    access = await open_access(stack, spec, tasks, admin_key, *agents)
     backend = open_backend(spec.sandbox, run_id=spec.run_id, registry=spec.registry, access=access)
     await stack.enter_async_context(backend)
     boxes: dict[tuple[str, str], Boxes] = {}  # by task and agent
     means: dict[tuple[str, str], Means] = {}  # by source and agent
     pool = await stack.enter_async_context(Pool(backend, _bounds(spec.config)))
     stack.callback(lambda: log.info("sandbox pool: %s", pool.counts))
-    harbor = await open_harbor(stack, spec, backend, *agents.values())
+    harbor = await open_harbor(stack, spec, backend, *agents)
     caps = Caps(spec.config)
     journal = Journal(store, spec.sandbox.type, keeper_of_this_process(spec.registry))
     opened = []
@@ -97,7 +97,8 @@ async def open_agents(
         admin,
         tasks={task.name: task for one in read for task in one.tasks},
         evaluation_tasks={task.name: task for one in read for task in one.held_out},
-        harnesses=agents.keys(),
+        harnesses={agent.name for agent in agents},
+        sources=[source.name for source in spec.each_source()],
     )
 
     def plan(needs: Sequence[Need]) -> None:

@@ -142,8 +142,8 @@ class Slots:
         await scores.score([result for _, result in waiting])
         for _, result in waiting:
             weigh(result, self._sources.config_of(group.task.name).reward_weights)
-        await asyncio.to_thread(self._store.finish_together, [result for _, result in waiting])
-        group.waiting.clear()
+        group.waiting.clear()  # a cancellation from here on cannot take back, of some of them, what the store is told
+        await asyncio.shield(asyncio.to_thread(self._store.finish_together, [result for _, result in waiting]))
         for slot, result in waiting:
             group.finish(slot, result)
             _report(result)

@@ -1,9 +1,10 @@
 """Where a run's rollouts come from, opened: one source, or several that share its groups by weights.
 
 Owns which source a group is of, and what that decides: the task, the agent, who runs its rollouts, which settings they
-have. Groups are dealt out evenly, so that every step holds the sources by their weights, and by the group's id alone,
-so that a restart draws the same. Within a source `curriculum` draws, by the number that the group has there. A source
-whose tasks are all in quarantine is dealt no group until one is released; a run ends when none is left.
+have. Groups are dealt out evenly, so that at every moment as many were opened of each source as its weight says (which
+of them a step trains depends on when they end), and by the group's id alone, so that a restart draws the same. Within a
+source `curriculum` draws, by the number that the group has there. A source whose tasks are all in quarantine is dealt
+no group until one is released; a run ends when none is left.
 
 In a run of several sources a task's name has its source's before it (`wordle/row-00001`), in the store and everywhere
 else; in a run with one nothing does, and the source's name is "". `__main__` opens sources, `runner` uses them.
@@ -97,7 +98,9 @@ class Draws:
     """Reads the store, so its method blocks for a moment."""
 
     def __init__(self, sources: Sequence[OpenSource], store: RolloutStore) -> None:
-        self._sources = [(source, Curriculum(source.config, source.tasks, store)) for source in sources]
+        # By name: a continued run may have its sources in another order, and deals the same.
+        ordered = sorted(sources, key=lambda source: source.name)
+        self._sources = [(source, Curriculum(source.config, source.tasks, store)) for source in ordered]
         self._store = store
         self._out: set[str] = set()  # sources that a person was told are out
 

@@ -20,6 +20,7 @@ from capture_proxy.admin_client import AdminClient
 from harness_trainer.rollouts.at_work import AtWork, Unfinished
 from harness_trainer.rollouts.journal import Journal
 from harness_trainer.rollouts.sealing import seal
+from harness_trainer.rollouts.sources import source_in
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult, Taken
 from harness_trainer.tasks import Task
 from sandboxes.base import Backend, Sandbox, SandboxError
@@ -33,7 +34,7 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """`tasks`: by name, those trained on and those only evaluated on; `harnesses`: the names of the run's agents."""
+    """`tasks`: by name, those trained on and those only evaluated on; `harnesses`, `sources`: the run's, by name."""
 
     journal: Journal
     backend: Backend
@@ -42,6 +43,7 @@ class Takeover:
     tasks: Mapping[str, Task]
     evaluation_tasks: Mapping[str, Task]
     harnesses: Collection[str]
+    sources: Sequence[str] = ()
     attach_s: float = ATTACH_S
 
     async def __call__(self) -> Sequence[Job]:
@@ -61,7 +63,9 @@ class Takeover:
         taken = {job.rollout_id for job in jobs}
         for each in unfinished:
             if each.rollout_id not in taken and each.at_work is not None and each.at_work.tested:
-                await asyncio.to_thread(store.finish_rollout, _spoiled(each, each.at_work), final=False)
+                result = _spoiled(each, each.at_work)
+                result.source = source_in(each.task, self.sources)
+                await asyncio.to_thread(store.finish_rollout, result, final=False)
         await self._close(unfinished, taken)
         for left in await asyncio.to_thread(lambda: reap(self.registry, given_up=self.journal.keeper)):
             log.info("ended what a dead runner left: %s", left)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from harness_trainer.loops import inspect_source, open_source
 from harness_trainer.rollouts.at_work import Unfinished
@@ -35,7 +36,7 @@ async def open_white_box(stack: AsyncExitStack, spec: SourceSpec, model_side: Mo
     return OpenSource(
         spec.config,
         named(spec.name, tasks),
-        lambda job: run_rollout(job, means),
+        lambda job: run_rollout(replace(job, harness=source.name), means),  # a server may have been renamed meanwhile
         lambda number, task: source.name,
         name=spec.name,
         weight=spec.weight,
@@ -45,7 +46,7 @@ async def open_white_box(stack: AsyncExitStack, spec: SourceSpec, model_side: Mo
 
 
 async def close_lost(store: RolloutStore, model_side: ModelSide) -> Sequence[Job]:
-    """Nothing of a killed runner's rollouts goes on: those of this run's sources are all white-box."""
+    """Nothing of a killed runner's rollouts goes on, in a run without agents in sandboxes of ours."""
     lost = await asyncio.to_thread(store.unfinished_rollouts)
     await asyncio.to_thread(store.close_lost)
     await seal_lost(lost, (), model_side)

@@ -7,8 +7,10 @@ from harness_trainer.cli import main
 from harness_trainer.config import CollectConfig, RunConfig, may_change, own_rollouts
 from harness_trainer.environments import EnvironmentClassConfig, OpenEnvConfig, OrsConfig
 from harness_trainer.errors import HarnessTrainerError
+from harness_trainer.rollouts.config import RolloutConfig, SourceSpec
 from harness_trainer.rundir import _differences
-from harness_trainer.workload import Inspector
+from harness_trainer.tasks import Task
+from harness_trainer.workload import Inspected, Inspector
 
 ECHO = {"name": "echo", "env": "openenv:http://127.0.0.1:8000", "tasks": "rows.jsonl", "weight": 2}
 CODE = {"name": "code", "tasks": "./tasks", "harness": "opencode:3,pi", "max_turns": 30, "pass_reward": 0.5}
@@ -53,6 +55,20 @@ def test_settings_of_a_source_are_in_force_for_it_alone():
     assert [one.pass_reward for one in (echo, code, shop)] == [0.9, 0.5, 0.9]
     assert shop.reward_weights == {"a": 0.5} and not echo.reward_weights
     assert {one.seed for one in (echo, code, shop)} == {7}
+
+
+@pytest.mark.parametrize("verifiers", [{"reward": "mine.py:f"}, {"reward_weights": {"tests": 1.0}}])
+def test_what_the_run_says_of_the_verifiers_rewards_is_not_for_environments(verifiers):
+    """Weighed by names that it does not have, each of their rollouts would be unscored."""
+    config = RunConfig(sources=[ECHO, CODE, SHOP], rollouts=verifiers)
+    echo, code, shop = (own_rollouts(config.rollouts, source) for source in config.each_source)
+    assert {name: getattr(code, name) for name in verifiers} == verifiers
+    assert (echo.reward, echo.reward_weights, shop.reward, shop.reward_weights) == (
+        "verifier",
+        {},
+        "verifier",
+        {"a": 0.5},
+    )
 
 
 def test_without_sources_there_is_one_in_the_same_form_and_it_has_no_name():
@@ -113,6 +129,16 @@ def test_a_source_that_cannot_be_used_is_named_before_anything_is_started(tmp_pa
         inspector = Inspector(RunConfig(sources=[source]), "test", tmp_path / "owned", lambda line: None)
         with pytest.raises(HarnessTrainerError, match=says):
             inspector.inspect()
+
+
+def test_a_group_that_is_scored_together_may_be_silent_for_all_of_its_rollouts(tmp_path):
+    """On a server with one place they play one by one, and the learner hears of none before the last."""
+    task, config = Task("row", tmp_path, "Play."), RolloutConfig(group_size=6)
+    alone, together = (
+        Inspected(SourceSpec(config=config, env=env, tasks="-", harness="Env"), [task], [], ["Env"]).longest_s
+        for env in (EnvironmentClassConfig(target="a.py:Env", reward_scope=scope) for scope in ("rollout", "group"))
+    )
+    assert together == 6 * alone > 0
 
 
 def test_a_continued_run_may_find_a_server_elsewhere_and_nothing_else_changed():

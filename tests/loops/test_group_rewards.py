@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,12 @@ def wrong(environments, **kwargs):
     return [1.0]
 """
 OWN = ENV.replace("    def close", "    def get_reward(self):\n        return 0.25\n    def close")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def openenv_imported():
+    """The first trace imports it: many seconds on a busy machine, which no test's time limit should pay."""
+    importlib.import_module("openenv.core.harness")
 
 
 @pytest.fixture
@@ -155,6 +163,27 @@ async def test_a_runner_that_ends_before_a_group_did_runs_all_of_it_again(tmp_pa
         await run_sources(store, [source], ready(store, 1), **settings)
         assert seen["CALLS"] and sorted(seen["CALLS"][0]) == [5, 6, 7]
     assert store.outcome_counts() == {"cancelled": 3, "ok": 3}
+
+
+async def test_rewards_that_the_store_was_told_stand_when_the_run_ends_meanwhile(tmp_path):
+    """Not of some of the siblings only, either: the next run would compare the rest of them."""
+
+    class Slow(RolloutStore):
+        told = False
+
+        def finish_together(self, results):
+            super().finish_together(results)
+            self.told = True
+            time.sleep(0.2)
+
+    store = Slow(tmp_path / "runner.sqlite")
+    store.publish(1)
+    async with grouped(tmp_path, "place") as (source, seen):
+        schedule = {"max_open_groups": 1}
+        await run_sources(store, [source], lambda: store.told, config=source.config, schedule=schedule)
+        assert {env.number for env in seen["CLOSED"]} == {1, 2, 3, 4}
+    assert store.outcome_counts() == {"ok": 3} and len(store.results_by_slot(0)) == 3
+    store.close()
 
 
 async def test_a_group_that_became_too_old_gives_back_what_it_kept(tmp_path, store):

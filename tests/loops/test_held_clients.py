@@ -239,6 +239,36 @@ async def test_rollouts_beyond_what_the_server_allows_wait_for_a_place(tmp_path,
     await none_live(live)
 
 
+@pytest.mark.parametrize("style", STYLES)
+async def test_a_server_that_others_fill_is_asked_again_until_patience_is_over(tmp_path, server, style):
+    """Its places are taken by sessions that are not of this source, so there is nobody of ours to wait for."""
+    from openenv.core import GenericEnvClient
+
+    url, live = server
+    others = [GenericEnvClient(base_url=url) for _ in range(2)]
+    for other in others:
+        await other.reset()
+    source = HEAD.format(url=url) + STYLES[style]
+    environment = written(tmp_path, source, "score", capacity_patience_s=0.2)
+    async with environment:
+        async with episode(environment) as one:
+            with pytest.raises(EpisodeLost, match="CAPACITY_REACHED"):
+                await one.start()
+        assert environment.max_episodes == 2 and client_threads() == []
+    environment = written(tmp_path, source, "score")
+    async with environment, episode(environment) as one:
+        starting = asyncio.create_task(one.start())
+        await asyncio.sleep(0.3)
+        assert not starting.done()
+        for other in others:
+            await other.close()
+        await starting
+        assert await called(one, "add", number=2) == "2"
+        assert not one._held.spoiled
+    await none_live(live)
+    assert client_threads() == []
+
+
 async def test_an_instance_that_waits_for_its_group_holds_no_session(tmp_path, server):
     url, live = server
     environment = written(tmp_path, HEAD.format(url=url) + STYLES["sync"], "score", reward_scope="group")

@@ -12,13 +12,16 @@ import pytest
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from capture_proxy.errors import EngineError
+from harness_trainer.environments import OwnLoopConfig
 from harness_trainer.errors import SetupError
 from harness_trainer.loops.base import EnvironmentFault, EpisodeLost, NoPlace, Scores, ToolReply
+from harness_trainer.rollouts.config import RolloutConfig, SourceSpec
 from harness_trainer.rollouts.sources import OpenSource
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome
 from harness_trainer.rollouts.white_box import run_rollout
-from tests.loops.playing import TASK, Arcade, Game, job, play, playing, tool
+from harness_trainer.rollouts.white_box_run import open_white_box
+from tests.loops.playing import TASK, Arcade, Game, job, model_side, play, playing, tool
 from tests.rollouts.policy import run_sources
 
 GUESSES = [Reply("I try.", [("guess", {"word": "a"})]), Reply("", [("guess", {"word": "b"})]), Reply("I give up.")]
@@ -225,6 +228,19 @@ async def test_an_episode_that_takes_too_long_to_begin_is_an_infra_failure(tmp_p
 
     result = await play(engine(), Arcade(Slow), tmp_path, start_timeout_s=0.1)
     assert (result.outcome, result.failed_stage) == (Outcome.INFRA_FAILED, "setup")
+
+
+async def test_a_group_goes_on_when_its_server_calls_itself_something_else_now(tmp_path):
+    """The store has the source's name of when the group was drawn; a server of OpenEnv's may have been renamed."""
+    (tmp_path / "loop.py").write_text("class Loop:\n    def run(self, task, model):\n        return 1.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Play."}')
+    loop = OwnLoopConfig(target=f"{tmp_path / 'loop.py'}:Loop", name="new")
+    spec = SourceSpec(config=RolloutConfig(), env=loop, tasks=str(tmp_path / "rows.jsonl"), harness="old")
+    async with contextlib.AsyncExitStack() as stack:
+        side = await stack.enter_async_context(model_side(engine(), tmp_path / "store.sqlite"))
+        source = await open_white_box(stack, spec, side)
+        result = await source.attempt(job("old", task=source.tasks[0]))
+    assert (result.reward, result.harness) == (1.0, "new")
 
 
 async def test_an_error_of_the_engine_is_asked_again(tmp_path, monkeypatch):

@@ -72,6 +72,8 @@ def test_each_source_goes_through_its_own_tasks_in_passes_and_a_restart_draws_th
     for name, size in (("a", 3), ("b", 2)):
         passes = [by_source[name][n : n + size] for n in range(0, len(by_source[name]), size)]
         assert all(len(set(each)) == size for each in passes)
+    swapped = draws(store, source("b", "x", "y"), source("a", "x", "y", "z", weight=3))
+    assert drawn == [swapped.draw(n) for n in range(32)], "nor has the order in the settings a say"
     agents = [agent for task, agent in drawn if task.name.startswith("b")]
     assert Counter(agents) == {"agent-0": 4, "agent-1": 4}, "shares of agents are of the source's own groups"
 

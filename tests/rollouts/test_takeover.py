@@ -158,9 +158,13 @@ async def test_a_sandbox_that_does_not_know_the_job_is_ended(store, tmp_path):
 async def test_where_tests_were_at_work_nothing_is_repeated(store, tmp_path):
     attempt(store, tested=True)
     attempt(store, "r1", slot=1, box="other")
-    jobs = await taken_over(store, tmp_path, {"box": Box("box"), "other": Box("other")})
+    store.open_group(1, "code/moon", "h")
+    attempt(store, "r2", group=1, box="third", tested=True)
+    boxes = {name: Box(name) for name in ("box", "other", "third")}
+    jobs = await taken_over(store, tmp_path, boxes, sources=["code", "shop"])
     assert [job.rollout_id for job in jobs] == ["r1"], "one's fate is not another's"
-    (spoiled,) = store.rollouts()
+    spoiled, of_source = store.rollouts()
+    assert (spoiled.source, of_source.source) == ("", "code"), "the audit holds it against the task's name"
     assert (spoiled.outcome, spoiled.failed_stage, spoiled.reward) == ("infra_failed", "verify", None)
     assert spoiled.stages_s == FACTS.stages_s and "tests ran in the agent's own sandbox" in spoiled.detail
     assert store.results(0) == [], "it stands for no slot"

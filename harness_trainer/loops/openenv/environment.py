@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,14 +27,13 @@ from harness_trainer.loops.openenv.episode import Offer, OpenEnvEpisode
 from harness_trainer.loops.openenv.servers import Server, serving
 from harness_trainer.loops.openenv.session import Refused, ServerFull, Session
 from harness_trainer.loops.openenv.tools import LIST_TOOLS, action_tools, is_mcp, listed_tools
-from harness_trainer.loops.places import Places
+from harness_trainer.loops.places import Places, pauses
 from harness_trainer.loops.reward_functions import RewardFunction, load_rewards
 from harness_trainer.loops.rows import load_rows
 from harness_trainer.tasks import Task
 
 log = logging.getLogger("harness_trainer.loops")
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0  # between tries for a place
 _DYING_S = 1.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -106,7 +104,7 @@ class OpenEnvEnvironment:
         A refusal is waited out, with back-off, unless it tells that we ask for too many. Raises ServerFull, NoPlace,
         EpisodeLost.
         """
-        wait_s, patience_s, was_lost = _FIRST_WAIT_S, self._config.capacity_patience_s, False
+        waits, was_lost = pauses(self._config.capacity_patience_s), False
         while True:
             async with AsyncExitStack() as trying:
                 await trying.enter_async_context(self._places.held())
@@ -115,7 +113,7 @@ class OpenEnvEnvironment:
                     session = await self._opened(server, trying)
                 except ServerFull as error:
                     self._learn(error)
-                    if patience_s <= 0:
+                    if (pause_s := next(waits, None)) is None:
                         raise
                 except EpisodeLost:
                     if server.alive is None or was_lost:
@@ -126,10 +124,7 @@ class OpenEnvEnvironment:
                 else:
                     stack.push_async_exit(trying.pop_all())
                     return session
-                pause_s = min(wait_s * random.uniform(0.5, 1.0), patience_s)
                 await asyncio.sleep(pause_s)  # in our place: whoever holds the server's own is not of this run
-            patience_s -= pause_s
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _learn(self, error: ServerFull) -> None:
         """Raises NoPlace where the refusal is our own doing: more episodes are open than the server has places."""
