@@ -68,7 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--window", type=int, default=2, help="steps that count as first, and as last")
+    parser.add_argument("--window", type=int, default=3, help="steps that count as first, and as last")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-echo"))
     options = parser.parse_args()
     echo, run_dir = example(), options.out / f"seed{options.seed}"

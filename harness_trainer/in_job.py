@@ -48,18 +48,22 @@ class Pace:
 class JobRun:
     """One job's life. `train` is the command that trains, without what is added here: config and folder.
 
-    `publish` takes the trained model's folder somewhere and says where; None = it stays in the run folder.
+    `copies` None = the run folder itself outlives the job. `publish` takes the trained model's folder somewhere and
+    says where; None = it stays in the run folder. `warning` is a signal that says that the job's time is up in
+    `margin_s`. `again` is the command with which a person goes on.
     """
 
     def __init__(
         self,
         order: JobOrder,
-        copies: Copies,
+        copies: Copies | None,
         run: RunDir,
         *,
         train: Sequence[str],
         mask: Mask,
         publish: Callable[[Path], str] | None = None,
+        warning: signal.Signals | None = None,
+        again: str | None = None,
         out: IO[str] = sys.stdout,
         pace: Pace = Pace(),
         clock: Callable[[], float] = time.monotonic,
@@ -70,11 +74,14 @@ class JobRun:
         self._train = list(train)
         self._mask = mask
         self._publish = publish
+        self._warning = warning
+        self._again = again
         self._out = out
         self._pace = pace
         self._clock = clock
         self._began = clock()
         self._told_to_go = threading.Event()
+        self._warned = threading.Event()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._pushing: Future[int | None] | None = None
         self._pushed_step: int | None = None
@@ -86,6 +93,8 @@ class JobRun:
         """The exit code. Raises JobsError when there is a copy that cannot be brought back."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._told_to_go.set())
+        if self._warning is not None:
+            signal.signal(self._warning, lambda *_: self._warned.set())
         self._bring_back()
         child = self._start()
         reading = threading.Thread(target=self._pass_on, args=(child.stdout,), name="log", daemon=True)
@@ -109,7 +118,9 @@ class JobRun:
             self._say(f"going on with the run that is in {self._run.path}")
             return
         self._run.path.mkdir(exist_ok=True)
-        if self._copies.pull(self._run.path):
+        if self._copies is None:
+            self._say(f"no checkpoint yet in {self._run.path}: the run begins")
+        elif self._copies.pull(self._run.path):
             self._pushed_step = newest_step(self._run)
             self._say(f"going on after step {self._pushed_step}, from the copy at {self._copies.where}")
         else:
@@ -121,16 +132,22 @@ class JobRun:
         config = self._run.path.parent / f"{self._order.run}.yaml"
         write_atomically(config, yaml.safe_dump(self._order.config, sort_keys=False))
         argv = [*self._train, "--config", str(config), "--run-dir", str(self._run.path), "--plain"]
-        # A session of its own: it is told to end by us, once there is a checkpoint.
-        return subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        # Some services signal every process of a job; the run, which inherits this mask, must not die of the warning.
+        deaf_to = () if self._warning is None else (self._warning,)
+        signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
+        try:
+            # A session of its own: it is told to end by us, once there is a checkpoint.
+            return subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_to)
 
     def _watch(self, child: subprocess.Popen[str]) -> str | None:
         """Until it ends by itself (None), or there is a reason to end it."""
@@ -138,6 +155,8 @@ class JobRun:
         while child.poll() is None:
             if self._told_to_go.wait(self._pace.poll):
                 return "this machine was told to go"
+            if self._warned.is_set():
+                return f"the job's time limit is {self._order.margin_s / 60:.0f} minutes away"
             if self._taken is not None:
                 return str(self._taken)
             left_s = self._order.timeout_s - (self._clock() - self._began)
@@ -149,7 +168,8 @@ class JobRun:
                 self._say(
                     f"WARNING: the job's timeout is near; the run is ended in {minutes:.0f} minutes, with a checkpoint"
                 )
-            self._push_if_new()
+            if self._copies is not None:
+                self._push_if_new()
         return None
 
     def _end(self, child: subprocess.Popen[str], reason: str) -> None:
@@ -183,7 +203,9 @@ class JobRun:
             self._pushing = self._pool.submit(self._push)
 
     def _push(self) -> int | None:
-        """The step that the copy is of; None = there was nothing to copy."""
+        """The step that the copy is of; None = there was nothing to copy, or nowhere to copy it to."""
+        if self._copies is None:
+            return newest_step(self._run)
         with snapshot(self._run) as found:
             if found is None:
                 return None
@@ -221,7 +243,8 @@ class JobRun:
         if code == 0:
             return self._finish()
         if self._pushed_step is not None:
-            self._say(f"to go on after step {self._pushed_step}: harness-trainer launch hf-jobs resume {self._job()}")
+            again = self._again or f"harness-trainer launch hf-jobs resume {os.environ.get('JOB_ID', 'JOB')}"
+            self._say(f"to go on after step {self._pushed_step}: {again}")
         return code
 
     def _finish(self) -> int:
@@ -237,9 +260,6 @@ class JobRun:
                 return NOT_KEPT
         self._say("the run is over")
         return 0
-
-    def _job(self) -> str:
-        return os.environ.get("JOB_ID", "JOB")
 
     # -- telling -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 KINDS = {
     "hf-jobs": ("launch_hf", "one job on Hugging Face Jobs, with sandboxes elsewhere"),
-    "inside": ("launch_inside", "what such a job runs; not for people"),
+    "slurm": ("launch_slurm", "one job on a SLURM cluster"),
+    "inside": ("launch_inside", "what a job on Hugging Face runs; not for people"),
+    "inside-slurm": ("launch_slurm_inside", "what a job on SLURM runs; not for people"),
 }
 
 

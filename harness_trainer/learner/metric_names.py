@@ -100,6 +100,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("tools/<tool>/call_total", "calls", "how often the model asked for the tool (the 24 most called)"),
         Metric("tools/<tool>/failure_total", "calls", "failed, where a result of the tool tells"),
+        Metric("tools/<tool>/latency_s", "s", "of a call that ran, mean; where the turns are ours"),
+        Metric("tools/latency_s", "s", "the same over all tools"),
+        Metric("tools/parallel_calls_mean", "calls", "of a turn that calls tools, where the turns are ours"),
+        Metric("tools/loop_exhausted_frac", "share", "of those rollouts, cut by `max_tool_calling_iterations`"),
+        Metric("tools/unknown_name_total", "calls", "by a name that no tool of the episode has"),
     ),
     "Per agent": (
         Metric("harness/<harness>/reward", "reward", "as `reward`, over the rollouts of that agent"),

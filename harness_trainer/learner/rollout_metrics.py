@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +57,7 @@ def of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
         "completions/max_length": max(lengths, default=None),
         **_drift([rows for _, rows in rollouts if rows]),
         **_tool_use(results),
+        **_own_tool_use(results),
     }
 
 
@@ -84,6 +85,21 @@ def _tool_use(results: Sequence[RolloutResult]) -> dict[str, float | None]:
     return {
         "tools/call_frequency": mean(known),
         "tools/failure_frequency": ratio(failures, sum(sum((r.tool_calls or {}).values()) for r in telling)),
+    }
+
+
+def _own_tool_use(results: Sequence[RolloutResult]) -> dict[str, float | None]:
+    """What TRL's asynchronous worker tells of its loop, of the rollouts whose turns were ours."""
+    own = [(r.tool_use, sum((r.tool_calls or {}).values())) for r in results if r.tool_use is not None]
+    if not own:
+        return {}
+    return {
+        "tools/latency_s": ratio(
+            sum(sum(use.seconds.values()) for use, _ in own), sum(sum(use.num_ran.values()) for use, _ in own)
+        ),
+        "tools/parallel_calls_mean": ratio(sum(calls for _, calls in own), sum(use.num_rounds for use, _ in own)),
+        "tools/loop_exhausted_frac": mean([use.exhausted for use, _ in own]),
+        "tools/unknown_name_total": sum(use.num_unknown for use, _ in own),
     }
 
 
@@ -169,7 +185,13 @@ def per_tool(results: Sequence[RolloutResult]) -> dict[str, float | None]:
     calls: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     told = set()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    ran: Counter[str] = Counter()
     for result in results:
+        if result.tool_use is not None:
+            for name, taken in result.tool_use.seconds.items():
+                seconds[plain(name)] += taken
+                ran[plain(name)] += result.tool_use.num_ran[name]
         for name, number in (result.tool_calls or {}).items():
             calls[plain(name)] += number
         for name, number in (result.tool_failures or {}).items():
@@ -179,6 +201,8 @@ def per_tool(results: Sequence[RolloutResult]) -> dict[str, float | None]:
     for name, number in calls.most_common(MAX_TOOLS):
         found[f"tools/{name}/call_total"] = number
         found[f"tools/{name}/failure_total"] = failures[name] if name in told else None
+        if ran[name]:
+            found[f"tools/{name}/latency_s"] = seconds[name] / ran[name]
     return found
 
 

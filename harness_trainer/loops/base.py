@@ -244,6 +244,20 @@ Begin: TypeAlias = Callable[[], Awaitable[Model]]
 
 
 @dataclass(slots=True)
+class ToolUse:
+    """What a loop of ours saw of its tool calls.
+
+    Example: ToolUse(num_rounds=2, seconds={"guess": 0.4}, num_ran={"guess": 3}) is 3 calls in 2 turns, 0.13 s each.
+    """
+
+    num_rounds: int = 0  # turns whose calls were answered
+    num_unknown: int = 0  # calls by a name that no tool of the episode has
+    exhausted: bool = False  # the model wanted another round than the limit allows
+    seconds: dict[str, float] = field(default_factory=dict)  # spent in the tools that ran, by name
+    num_ran: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Played:
     """What a source made of one rollout, for `rollouts.white_box` to judge.
 
@@ -256,6 +270,7 @@ class Played:
     # Tool calls by name, as the model named it, and those that were answered with an error; None = nobody counted.
     num_calls: dict[str, int] | None = None
     num_failures: dict[str, int] | None = None
+    tool_use: ToolUse | None = None  # None = nobody watched
     facts: dict[str, float] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)  # what a person should know of this rollout, a line each
 

@@ -46,6 +46,7 @@ from harness_trainer.loops.base import (
     Stages,
     Tool,
     ToolReply,
+    ToolUse,
     Transcript,
 )
 from harness_trainer.loops.contents import bounded, error_content
@@ -74,6 +75,7 @@ class Ended:
     transcript: Transcript
     num_calls: Counter[str] = field(default_factory=Counter)  # by the name that the model gave
     num_failures: Counter[str] = field(default_factory=Counter)  # answered with an error
+    use: ToolUse = field(default_factory=ToolUse)
 
 
 class ToolLoop:
@@ -113,6 +115,7 @@ class ToolLoop:
             async with stages.timed("agent"):
                 ended = await run_episode(episode, opening, await begin(), limits, time_s=time_s)
             played = Played(ended.how, num_calls=dict(ended.num_calls), num_failures=dict(ended.num_failures))
+            played.tool_use = ended.use
             async with stages.timed("verify"):
                 played.scores, finding = await _scored(episode, ended.transcript, stages.tests_s)
             played.facts = {name: float(value) for name, value in episode.facts.items()}
@@ -178,7 +181,7 @@ class _Turns:
         self._num_unseen = 0  # at most so many tokens are in messages that no reply has told the length of yet
 
     async def run(self) -> str:
-        num_rounds, most_rounds = 0, self._limits.max_tool_calling_iterations
+        use, most_rounds = self.ended.use, self._limits.max_tool_calling_iterations
         while not self._episode.done:
             room = await self._room()
             if room is not None and room <= 0:
@@ -190,9 +193,10 @@ class _Turns:
                 if reply.finish_reason != "length":
                     return STOP
                 return BUDGET if room is not None and reply.num_completion_tokens >= room else CUT
-            if most_rounds is not None and num_rounds >= most_rounds:
+            if most_rounds is not None and use.num_rounds >= most_rounds:
+                use.exhausted = True
                 return ROUNDS
-            num_rounds += 1
+            use.num_rounds += 1
             for call in calls:
                 if (await self._answer(call)).done:
                     return DONE
@@ -241,6 +245,7 @@ class _Turns:
     async def _result(self, name: str, arguments: Any) -> ToolReply:
         tool = self._tools.get(name)
         if tool is None:
+            self.ended.use.num_unknown += 1
             there = ", ".join(self._tools) or "none"
             return ToolReply(error_content(f"unknown tool {name}; the tools are: {there}"), failed=True)
         parsed = _arguments(arguments)
@@ -250,6 +255,7 @@ class _Turns:
         own = None if limit_s is None else now + limit_s
         until = min((at for at in (own, self._until) if at is not None), default=None)
         timeout = asyncio.timeout_at(until)
+        self.ended.use.num_ran[name] = self.ended.use.num_ran.get(name, 0) + 1
         try:
             async with timeout:
                 return await tool.call(parsed)
@@ -261,6 +267,9 @@ class _Turns:
             if until != own:
                 raise _OutOfTime from error
             return ToolReply(error_content(f"{name} took more than {limit_s:g} s and was given up"), failed=True)
+        finally:
+            spent = self.ended.use.seconds
+            spent[name] = spent.get(name, 0.0) + asyncio.get_running_loop().time() - now
 
 
 def _shown(message: Message, limits: LoopLimits) -> Message:

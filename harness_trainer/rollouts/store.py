@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import zstandard
 
+from harness_trainer.loops.base import ToolUse
 from harness_trainer.rollouts.at_work import AgentsAtWork
 from harness_trainer.rollouts.policy_records import PolicyRecords, forget_evaluations, step_taken
 from harness_trainer.rollouts.store_file import get_state
@@ -243,6 +244,8 @@ def parse_stored(blob: bytes) -> dict[str, Any]:
 def _load(body: bytes, trace: bytes | None) -> RolloutResult:
     data = parse_stored(body)
     data["outcome"] = Outcome(data["outcome"])
+    if data.get("tool_use") is not None:
+        data["tool_use"] = ToolUse(**data["tool_use"])
     if trace is not None:
         data["trace"] = parse_stored(trace)
     return RolloutResult(**data)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness_trainer.loops.base import ToolUse
     from harness_trainer.rollouts.at_work import Facts
     from harness_trainer.tasks import Task
     from sandboxes.base import Sandbox
@@ -84,6 +85,7 @@ class RolloutResult:
     tool_calls: dict[str, int] | None = None  # what the model asked for, by tool; None = there was no capture
     # How many of their results say that the tool failed, by tool; a tool is absent, and all is None, where none tells.
     tool_failures: dict[str, int] | None = None
+    tool_use: ToolUse | None = None  # None = its turns were not ours
     num_bridged_turns: int | None = None  # agent turns whose prompt goes on from recorded ids; None = no capture
     # Its rewards are told when its whole group has ended; until then it has none. Never so in the store.
     awaits_group: bool = False

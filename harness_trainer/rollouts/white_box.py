@@ -147,6 +147,7 @@ def decide(result: RolloutResult, capture: Capture, played: Played) -> None:
     result.findings += played.findings
     if played.num_calls is not None:
         result.tool_calls, result.tool_failures = played.num_calls, played.num_failures
+    result.tool_use = played.tool_use
     take_facts(result, played.facts)
     fault, limit = capture.session.last_fault, capture.session.limit_hit
     if fault is not None:

@@ -16,6 +16,7 @@ from harness_trainer.learner.metrics import StepFacts, busy_seconds, step_metric
 from harness_trainer.learner.rollout_metrics import plain
 from harness_trainer.learner.rows import Row
 from harness_trainer.learner.step_batch import StepBatch
+from harness_trainer.loops.base import ToolUse
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 
@@ -28,6 +29,11 @@ def row(ids, prompt, turns=1):
     mask = [0] * prompt + [1] * (len(ids) - prompt)
     names = [f"t{n}" for n in range(turns)]
     return Row(ids, mask, [0.0] * len(ids), [1] * len(ids), names, [(prompt, len(ids))] * turns)
+
+
+OF_OUR_LOOP = {
+    "tools/latency_s", "tools/parallel_calls_mean", "tools/loop_exhausted_frac", "tools/unknown_name_total"
+}  # fmt: skip
 
 
 def metrics(*groups, staleness=(), dropped=(), rows=None, limit=2, **facts):
@@ -60,6 +66,28 @@ def test_a_rollout_without_a_reward_is_in_no_mean_of_rewards():
 def test_correctness_is_the_verifiers_word_beside_a_reward_functions():
     found = metrics([rollout(0.3, verifier_reward=1.0), rollout(0.1, verifier_reward=0.0), rollout(0.2)])
     assert found["rollout/correctness_mean"] == 0.5 and found["reward"] == pytest.approx(0.2)
+
+
+def test_a_loop_of_ours_tells_of_its_calls_as_trls_worker_does_and_an_agent_does_not():
+    first = ToolUse(num_rounds=2, num_unknown=1, seconds={"guess": 0.6}, num_ran={"guess": 3})
+    second = ToolUse(num_rounds=1, exhausted=True, seconds={"guess": 0.2, "look": 0.4}, num_ran={"guess": 1, "look": 1})
+    found = metrics(
+        [
+            rollout(tool_calls={"guess": 3, "no": 1}, tool_failures={}, tool_use=first),
+            rollout(tool_calls={"guess": 1, "look": 1}, tool_failures={}, tool_use=second),
+            rollout(tool_calls={"bash": 9}),
+        ]
+    )
+    own = {name: value for name, value in found.items() if name in OF_OUR_LOOP or name.endswith("/latency_s")}
+    assert own == {
+        "tools/latency_s": pytest.approx(1.2 / 5),
+        "tools/guess/latency_s": pytest.approx(0.2),
+        "tools/look/latency_s": pytest.approx(0.4),
+        "tools/parallel_calls_mean": 2.0,
+        "tools/loop_exhausted_frac": 0.5,
+        "tools/unknown_name_total": 1,
+    }
+    assert not OF_OUR_LOOP & metrics([rollout(tool_calls={"bash": 1})]).keys()
 
 
 def test_no_tool_call_is_zero_and_unknown_ones_are_absent():

@@ -53,6 +53,8 @@ async def test_parallel_calls_are_run_in_order_one_after_the_other_each_with_a_r
     assert [message["tool_call_id"] for message in shown] == ["call_0", "call_1", "call_2"]
     assert (shown[0]["content"], shown[2]["content"]) == ("a", "b")
     assert ended.num_failures == {"guess": 0, "nope": 1}
+    assert (ended.use.num_rounds, ended.use.num_unknown, ended.use.exhausted) == (1, 1, False)
+    assert ended.use.num_ran == {"guess": 2} and ended.use.seconds["guess"] >= 0.02
 
 
 # --- malformed calls: the model gets an error message, the rollout goes on
@@ -193,6 +195,7 @@ async def test_after_the_allowed_rounds_the_model_is_asked_once_more_and_calls_n
     model = SayingModel(calls(("guess", {"word": "a"})))
     ended = await run(model, max_tool_calling_iterations=3)
     assert (ended.how, len(model.asked), ended.num_calls["guess"]) == ("max_tool_calling_iterations", 4, 3)
+    assert ended.use.exhausted and ended.use.num_rounds == 3
 
 
 @pytest.mark.parametrize(

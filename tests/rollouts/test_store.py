@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from harness_trainer.errors import RunDirError
+from harness_trainer.loops.base import ToolUse
 from harness_trainer.rollouts.at_work import AtWork, Facts, Unfinished
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome, RolloutResult
@@ -34,6 +35,15 @@ def store(tmp_path):
 def test_a_missing_reward_comes_back_as_none_and_not_as_zero(store):
     fill(store, 0, [None, 0.0])
     assert [r.reward for r in store.take_ready(set()).results] == [None, 0.0]
+
+
+def test_what_a_loop_of_ours_saw_of_its_calls_comes_back(store):
+    use = ToolUse(num_rounds=2, num_unknown=1, exhausted=True, seconds={"guess": 0.5}, num_ran={"guess": 3})
+    store.open_group(0, "task", "Wordle")
+    store.start_rollout("r0", 0, 0, 0)
+    store.finish_rollout(dataclasses.replace(result("r0", 0), tool_use=use), final=True)
+    store.group_ready(0)
+    assert store.results(0)[0].tool_use == use
 
 
 def test_groups_come_oldest_first_and_each_once(store):
