@@ -121,6 +121,8 @@ async def test_a_sandbox_that_is_being_created_is_reaped_and_the_attempt_started
         await run.start()
         await run.until(lambda: len(run.boxes.ids()) == 2)
         assert run.boxes.ids().isdisjoint(first)
+        # A box is on record before it exists.
+        await run.until(lambda: all(run.boxes.has(box, "/app") for box in run.boxes.ids()))
         for box in run.boxes.ids():
             run.boxes.put(box, "/app/healthy")
         await run.until(lambda: len(run.at_work()) == 2)
