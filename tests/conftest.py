@@ -86,7 +86,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 # Folders, longest first. The first two start engines and whole runs, each of which wants the machine to itself.
 _LONG_FIRST = {
-    name: place for place, name in enumerate(("e2e", "engine", "sandboxes", "learner", "capture", "rewards"))
+    name: place
+    for place, name in enumerate(("e2e", "engine", "sandboxes", "rollouts", "learner", "capture", "rewards"))
 }
 
 
