@@ -24,7 +24,7 @@ test: setup
 
 check: setup-project
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

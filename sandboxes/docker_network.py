@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import docker
 from docker.types import LogConfig, Ulimit
 
-import docker
 from sandboxes import netguard, relay
 from sandboxes.base import Access, BoxSpec, Endpoint, Network, NetworkMode, SandboxError
 from sandboxes.docker_api import ENGINE_ERRORS, is_absent, reason

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import docker
 from docker.types import Mount
 
-import docker
 from sandboxes.base import SandboxError
 from sandboxes.docker_api import ENGINE_ERRORS, is_absent, reason
 from sandboxes.docker_volumes import SocketVolume
