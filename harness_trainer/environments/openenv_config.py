@@ -110,6 +110,11 @@ class OpenEnvConfig(BaseModel):
         return kind if kind in ("docker", "local", "python") else "url"  # type: ignore[return-value]
 
     @property
+    def shared_server(self) -> str | None:
+        """The address of a server that other sources of the run may name too; None = the source starts its own."""
+        return self.target if self.kind == "url" else self.url
+
+    @property
     def named(self) -> str:
         """What stands behind the kind: the address, the image, the app or the class."""
         return self.target if self.kind == "url" else self.target.partition(":")[2]

@@ -21,6 +21,7 @@ from pathlib import Path
 from capture_proxy.admin_client import AdminClient
 from harness_trainer.environments import WHITE_BOX, OpenEnvHarborConfig
 from harness_trainer.errors import ConfigError, HarnessTrainerError
+from harness_trainer.loops.places import Places
 from harness_trainer.rollouts.agent_sources import open_agents
 from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RunnerSpec
 from harness_trainer.rollouts.harbor_server import open_server
@@ -58,6 +59,7 @@ async def _opened(
     white_box = [source for source in spec.each_source() if isinstance(source.env, WHITE_BOX)]
     own = [source for source in spec.each_source() if source.env.type == "own"]
     found: dict[str, OpenSource] = {}
+    places: dict[str, Places] = {}  # of servers that several sources may name
     model_side = admin = agents = None
     if white_box:
         if spec.pipeline is None:
@@ -71,7 +73,7 @@ async def _opened(
             if isinstance(source.env, OpenEnvHarborConfig) and admin is not None:
                 found[source.name] = await open_server(spec, source, source.env, admin)
             elif model_side is not None and isinstance(source.env, WHITE_BOX):
-                found[source.name] = await open_white_box(stack, source, model_side)
+                found[source.name] = await open_white_box(stack, source, model_side, places)
     if own and admin is not None:
         agents = await open_agents(stack, spec, own, store, admin, admin_key)
         found |= {source.name: source for source in agents.sources}

@@ -51,12 +51,7 @@ class WhiteBoxMeans:
     config: RolloutConfig
     model_side: ModelSide
     sources: Mapping[str, Source]  # by name, as `Job.harness` has it; all are open
-    places: Mapping[str, Places]  # of each
-
-    @classmethod
-    def of(cls, config: RolloutConfig, model_side: ModelSide, sources: Mapping[str, Source]) -> WhiteBoxMeans:
-        places = {name: Places(source.max_episodes) for name, source in sources.items()}
-        return cls(config, model_side, sources, places)
+    places: Mapping[str, Places]  # of each; sources of one server share its places
 
 
 async def run_rollout(job: Job, means: WhiteBoxMeans) -> RolloutResult:

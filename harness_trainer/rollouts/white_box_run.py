@@ -13,7 +13,9 @@ from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+from harness_trainer.environments.openenv_config import OpenEnvConfig
 from harness_trainer.loops import inspect_source, open_source
+from harness_trainer.loops.places import Places
 from harness_trainer.rollouts.at_work import Unfinished
 from harness_trainer.rollouts.config import SourceSpec
 from harness_trainer.rollouts.group_scores import group_scores_of
@@ -26,13 +28,21 @@ from harness_trainer.rollouts.white_box import WhiteBoxMeans, run_rollout
 log = logging.getLogger("harness_trainer.rollouts")
 
 
-async def open_white_box(stack: AsyncExitStack, spec: SourceSpec, model_side: ModelSide) -> OpenSource:
-    """The source, open until `stack` is left. Raises EnvironmentFault for all that is wrong with it."""
+async def open_white_box(
+    stack: AsyncExitStack, spec: SourceSpec, model_side: ModelSide, places: dict[str, Places]
+) -> OpenSource:
+    """The source, open until `stack` is left. Raises EnvironmentFault for all that is wrong with it.
+
+    `places` are those of servers, by address: sources that name one server share what it allows.
+    """
     source = await stack.enter_async_context(open_source(spec.env, spec.tasks))
+    server = spec.env.shared_server if isinstance(spec.env, OpenEnvConfig) else None
+    its_places = Places(None) if server is None else places.setdefault(server, Places(None))
+    its_places.learn(source.max_episodes)
     tasks = await source.tasks()
     evaluation = spec.config.evaluation.tasks
     held_out = (await inspect_source(spec.env, evaluation))[1] if evaluation is not None else []
-    means = WhiteBoxMeans.of(spec.config, model_side, {source.name: source})
+    means = WhiteBoxMeans(spec.config, model_side, {source.name: source}, {source.name: its_places})
     return OpenSource(
         spec.config,
         named(spec.name, tasks),

@@ -14,6 +14,7 @@ from capture_proxy.pipeline import Pipeline
 from capture_proxy.rendering import Bridging
 from capture_proxy.store import Store
 from harness_trainer.loops.base import ROW, Message, Reply, Scores, Tool, ToolReply, Transcript
+from harness_trainer.loops.places import Places
 from harness_trainer.loops.tool_loop import ToolLoop
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.model_side import ModelSide
@@ -170,7 +171,7 @@ async def playing(engine: Engine, source: Any, folder: Path, **settings: Any) ->
         source = ToolLoop(source, getattr(source, "group_rewards", None))
     config = RolloutConfig(**{"max_tokens": 2048, "timeout_s": 30, **settings})
     async with source, model_side(engine, folder / "store.sqlite") as side:
-        yield WhiteBoxMeans.of(config, side, {source.name: source})
+        yield WhiteBoxMeans(config, side, {source.name: source}, {source.name: Places(source.max_episodes)})
 
 
 async def play(engine: Engine, source: Any, folder: Path, *, task: Task = TASK, **settings: Any) -> RolloutResult:

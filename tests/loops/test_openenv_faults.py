@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -11,9 +13,13 @@ import time
 import pytest
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
+from harness_trainer.environments import OpenEnvConfig
 from harness_trainer.loops.base import EnvironmentFault, EpisodeLost, NoPlace
+from harness_trainer.loops.places import Places
+from harness_trainer.rollouts.config import RolloutConfig, SourceSpec
 from harness_trainer.rollouts.types import Outcome
 from harness_trainer.rollouts.white_box import run_rollout
+from harness_trainer.rollouts.white_box_run import open_white_box
 from tests.loops.openenv_serving import (
     ADDING,
     ENVS,
@@ -25,7 +31,7 @@ from tests.loops.openenv_serving import (
     served,
     task,
 )
-from tests.loops.playing import job, play, playing
+from tests.loops.playing import job, model_side, play, playing
 
 QUICK = {"ping_interval_s": 0.3, "ping_timeout_s": 0.3}
 NO_PINGS = {"ping_interval_s": None, "ping_timeout_s": None}
@@ -116,14 +122,35 @@ async def _one_step(adding):
         return (await called(one, "add", number=1)).content
 
 
+def adds(request) -> Reply:
+    over = any(message["role"] == "tool" for message in request.messages)
+    return Reply("Done.") if over else Reply("", [("add", {"number": 1})])
+
+
+async def test_two_sources_of_one_server_share_its_places(tmp_path, full_url):
+    """Each would be refused while the other has both, and would give up."""
+    await none_left(full_url)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "Add."}))
+    env = OpenEnvConfig(target=full_url, unrewarded=0.0, capacity_patience_s=1.0, max_episodes=2)
+    config = RolloutConfig(max_tokens=2048, timeout_s=20.0)
+    async with contextlib.AsyncExitStack() as stack:
+        scripted = ScriptedEngine(adds, first_delay_s=0.5)
+        side = await stack.enter_async_context(model_side(scripted, tmp_path / "store.sqlite"))
+        places: dict[str, Places] = {}
+        sources = []
+        for name in ("plain", "hard"):
+            spec = SourceSpec(name=name, config=config, env=env, tasks=str(rows), harness="adding")
+            sources.append(await open_white_box(stack, spec, side, places))
+        jobs = [job("adding", f"g{n}-{source.name}", source.tasks[0]) for source in sources for n in range(4)]
+        results = await asyncio.gather(*(sources[n // 4].attempt(each) for n, each in enumerate(jobs)))
+    assert [(result.outcome, result.detail) for result in results] == [(Outcome.OK, "")] * 8
+    await none_left(full_url)
+
+
 async def test_more_rollouts_than_places_take_turns_and_none_waits_on_its_own_time(tmp_path, full_url):
     """The limit (2) is learned from the first refusal, when twelve are open; their games outlast `create`'s limit."""
     await none_left(full_url)
-
-    def adds(request) -> Reply:
-        over = any(message["role"] == "tool" for message in request.messages)
-        return Reply("Done.") if over else Reply("", [("add", {"number": 1})])
-
     adding = environment(tmp_path, full_url, unrewarded=0.0)
     slow = {"start_timeout_s": 2.0, "timeout_s": 20.0}
     async with playing(ScriptedEngine(adds, first_delay_s=0.4), adding, tmp_path, **slow) as means:

@@ -238,7 +238,7 @@ async def test_a_group_goes_on_when_its_server_calls_itself_something_else_now(t
     spec = SourceSpec(config=RolloutConfig(), env=loop, tasks=str(tmp_path / "rows.jsonl"), harness="old")
     async with contextlib.AsyncExitStack() as stack:
         side = await stack.enter_async_context(model_side(engine(), tmp_path / "store.sqlite"))
-        source = await open_white_box(stack, spec, side)
+        source = await open_white_box(stack, spec, side, {})
         result = await source.attempt(job("old", task=source.tasks[0]))
     assert (result.reward, result.harness) == (1.0, "new")
 
