@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 CATCH_URL = "https://openenv-openspiel-env.hf.space"
 PROMPT = """Catch the ball (o) with the paddle (x): when the ball is in the bottom row, both must be in the same column.
 Each call of `move` or `stay` lets the ball fall by one row.
@@ -174,7 +175,7 @@ def main() -> int:
     args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     here = Path(__file__).resolve()
     with local_server() if args.local else contextlib.nullcontext(CATCH_URL) as url:
-        command = ["harness-trainer", "train", "--env", f"class:{here}:CatchEnv", "--tasks", str(args.rows)]
+        command = [*TRAIN, "--env", f"class:{here}:CatchEnv", "--tasks", str(args.rows)]
         rewards = ",".join(f"{here}:{reward.__name__}" for reward in (reward_caught,))
         command += ["--env.rewards", rewards, "--env.stop-when-done", "true", *rest]
         return subprocess.run(command, env={**os.environ, "CATCH_URL": url}, check=False).returncode

@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -33,6 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 ECHO_URL = "https://openenv-echo-env.hf.space"
 PROMPT = "Try to echo 'Hello World!' in the environment."
 # A model of 135M parameters calls no tool that it is only told of; it is shown four calls before its own.
@@ -155,15 +155,10 @@ def main() -> int:
     args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows(shown=args.two_cores)))
     here = Path(__file__).resolve()
     with local_server() if args.local else contextlib.nullcontext(ECHO_URL) as url:
-        command = [trainer(), "train", "--env", f"class:{here}:EchoEnv", "--tasks", str(args.rows)]
+        command = [*TRAIN, "--env", f"class:{here}:EchoEnv", "--tasks", str(args.rows)]
         rewards = ",".join(f"{here}:{reward.__name__}" for reward in (reward_length,))
         command += ["--env.rewards", rewards, *(flags(TWO_CORES) if args.two_cores else []), *rest]
         return subprocess.run(command, env={**os.environ, "ECHO_URL": url}, check=False).returncode
-
-
-def trainer() -> str:
-    """The command, also of an environment that is not activated."""
-    return shutil.which("harness-trainer") or str(Path(sys.executable).with_name("harness-trainer"))
 
 
 def flags(settings: dict[str, Any], where: str = "--") -> list[str]:

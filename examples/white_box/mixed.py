@@ -32,6 +32,7 @@ import echo
 import ors_echo
 import yaml
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 HERE = Path(__file__).resolve().parent
 
 
@@ -66,7 +67,7 @@ def main() -> int:
         echo_url = stack.enter_context(echo.local_server()) if args.local else echo.ECHO_URL
         ors_url = stack.enter_context(ors_echo.local_server())
         args.file.write_text(yaml.safe_dump(sources(args.agent, rows, ors_url), sort_keys=False))
-        command = ["harness-trainer", "train", "--sources", str(args.file), *rest]
+        command = [*TRAIN, "--sources", str(args.file), *rest]
         return subprocess.run(command, env={**os.environ, "ECHO_URL": echo_url}, check=False).returncode
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import catch
 import wordle
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 ENVIRONMENTS = {"wordle": wordle.WordleEnv, "catch": catch.CatchEnv}
 
 
@@ -119,7 +120,7 @@ def main() -> int:
         if args.local:
             environment["WORDLE_URL"] = stack.enter_context(wordle.local_server())
             environment["CATCH_URL"] = stack.enter_context(catch.local_server())
-        command = ["harness-trainer", "train", "--env", f"class:{here}:MultiEnv", "--tasks", str(args.rows)]
+        command = [*TRAIN, "--env", f"class:{here}:MultiEnv", "--tasks", str(args.rows)]
         command += ["--env.rewards", f"{here}:wordle_reward,{here}:catch_reward", "--env.stop-when-done", "true", *rest]
         return subprocess.run(command, env=environment, check=False).returncode
 

@@ -34,6 +34,7 @@ from typing import Any
 from openreward.environments import Environment, Server, TextBlock, ToolOutput, tool
 from pydantic import BaseModel
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 WORDS = {"train": ["hello", "world", "apple", "river", "stone", "cloud", "paper", "light"], "test": ["green", "seven"]}
 
 
@@ -91,7 +92,7 @@ def main() -> int:
         Server([EchoEnvironment]).run(host="127.0.0.1", port=args.port or 8000)
         return 0
     with local_server(args.port) as url:
-        return subprocess.run(["harness-trainer", "train", "--tasks", f"ors:{url}", *rest], check=False).returncode
+        return subprocess.run([*TRAIN, "--tasks", f"ors:{url}", *rest], check=False).returncode
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from openreward.environments import Environment, Server, TextBlock, ToolOutput, 
 from openreward.environments.types import ListToolsOutput, RunToolError, RunToolOutput, RunToolSuccess
 from pydantic import BaseModel, ValidationError
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 STOCK = {"left": 3, "middle": 8, "right": 5}
 Place = Literal["left", "middle", "right"]
 
@@ -119,7 +120,7 @@ def main() -> int:
         Server([Warehouse]).run(host="127.0.0.1", port=args.port or 8000)
         return 0
     with local_server(args.port) as url:
-        return subprocess.run(["harness-trainer", "train", "--tasks", f"ors:{url}", *rest], check=False).returncode
+        return subprocess.run([*TRAIN, "--tasks", f"ors:{url}", *rest], check=False).returncode
 
 
 @contextlib.contextmanager

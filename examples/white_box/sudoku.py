@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 SUDOKU_URL = "https://openenv-sudoku.hf.space"
 PROMPT = """Solve the Sudoku. Fill one empty cell (shown as .) at a time with the tool `place`.
 Rows and columns are numbered from 1 to 9.
@@ -188,7 +189,7 @@ def main() -> int:
     args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     here = Path(__file__).resolve()
     with local_server() if args.local else contextlib.nullcontext(SUDOKU_URL) as url:
-        command = ["harness-trainer", "train", "--env", f"class:{here}:SudokuEnv", "--tasks", str(args.rows)]
+        command = [*TRAIN, "--env", f"class:{here}:SudokuEnv", "--tasks", str(args.rows)]
         rewards = ",".join(
             f"{here}:{reward.__name__}"
             for reward in (

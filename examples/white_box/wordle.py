@@ -32,6 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+TRAIN = [sys.executable, "-m", "harness_trainer.cli", "train"]
 WORDLE_URL = "https://openenv-wordle.hf.space"
 PROMPT = """You are an expert Wordle solver with deep knowledge of English vocabulary.
 Guess the secret word of five letters in at most six tries. After each guess you are told of each letter: G, it is in
@@ -220,7 +221,7 @@ def main() -> int:
     args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     here = Path(__file__).resolve()
     with local_server() if args.local else contextlib.nullcontext(WORDLE_URL) as url:
-        command = ["harness-trainer", "train", "--env", f"class:{here}:WordleEnv", "--tasks", str(args.rows)]
+        command = [*TRAIN, "--env", f"class:{here}:WordleEnv", "--tasks", str(args.rows)]
         rewards = ",".join(
             f"{here}:{reward.__name__}"
             for reward in (

@@ -37,8 +37,8 @@ def test_every_source_of_the_example_can_be_opened_while_it_trains(tmp_path, mon
     arguments = ["mixed.py", "--agent", "pyagent", "--file", str(tmp_path / "mixed.yaml"), "--model", "m"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert mixed.main() == 7
-    assert seen["command"][:3] == ["harness-trainer", "train", "--sources"]
-    assert seen["command"][4:] == ["--model", "m"]
+    assert seen["command"][:5] == [*mixed.TRAIN, "--sources"]
+    assert seen["command"][6:] == ["--model", "m"]
     assert seen["echo"] == mixed.echo.ECHO_URL, "the Space; with --local it is a server here, as in echo.py"
     words, echo, ors = seen["config"].sources
     assert [one.weight for one in (words, echo, ors)] == [2, 2, 1]

@@ -230,17 +230,18 @@ def test_as_a_script_it_writes_its_rows_and_trains(tmp_path, name, where):
     pytest.importorskip("textarena", reason="pip install 'harness-trainer[examples]'")
     name, *local = name.split()
     environment = {key: value for key, value in os.environ.items() if key not in URLS}
-    trainer = tmp_path / "harness-trainer"
+    trainer = tmp_path / "trainer" / "harness_trainer" / "cli.py"
+    trainer.parent.mkdir(parents=True)
+    (trainer.parent / "__init__.py").touch()
     trainer.write_text(
-        f"#!{sys.executable}\nimport os, sys\nprint(*sys.argv[1:], sep='\\n')\n"
+        "import os, sys\nprint(*sys.argv[1:], sep='\\n')\n"
         f"names = {URLS!r}\n"
         "print('urls', *(os.environ[name] for name in names if name in os.environ))\n"
     )
-    trainer.chmod(0o755)
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), *local, "--rows", "rows.jsonl", "--model", "smollm2"],
         cwd=tmp_path,
-        env=environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env=environment | {"PYTHONPATH": str(tmp_path / "trainer")},
         capture_output=True,
         text=True,
         check=True,

@@ -67,7 +67,7 @@ def test_an_example_serves_and_trains_in_one_command(name, monkeypatch):
         returncode = 7
 
     def run(command, **_):
-        url = command[3].removeprefix("ors:")
+        url = command[5].removeprefix("ors:")
         ran.append((command, httpx.get(f"{url}/list_environments", trust_env=False).json()))
         return Done
 
@@ -75,7 +75,7 @@ def test_an_example_serves_and_trains_in_one_command(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["example", "--model", "smollm2", "--run-dir", "runs/x"])
     assert module.main() == 7
     ((command, environments),) = ran
-    assert command[:3] == ["harness-trainer", "train", "--tasks"] and command[4:] == sys.argv[1:]
+    assert command[:5] == [*module.TRAIN, "--tasks"] and command[6:] == sys.argv[1:]
     assert len(environments) == 1
 
 
