@@ -160,13 +160,6 @@ async def test_a_stopped_sandbox_is_gone(make: Callable[..., Sandbox]) -> None:
         await box.stop()
 
 
-async def test_a_command_costs_few_milliseconds(box: Sandbox) -> None:
-    times = []
-    for _ in range(10):
-        times.append((await box.run(Command(["true"]))).duration_s)
-    assert sorted(times)[4] < 0.02
-
-
 async def test_what_a_command_hides_from_its_time_out_is_found(box: Sandbox, left: Left) -> None:
     if "sealed" not in box.description:
         pytest.skip("only a sealed sandbox can do this")
