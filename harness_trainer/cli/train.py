@@ -64,7 +64,8 @@ def _print_where_to_look(run_dir: Path) -> None:
     print(f"  every step      {run_dir / 'metrics.jsonl'}")
     print(f"  checkpoints     {run_dir / 'checkpoints'}")
     print(f"  agents' logs    {run_dir / 'artifacts'}")
-    program = "harness-trainer" if shutil.which("harness-trainer") else sys.argv[0]
+    beside_python = Path(sys.executable).with_name("harness-trainer")  # of an environment that is not activated
+    program = "harness-trainer" if shutil.which("harness-trainer") else beside_python
     print("Look further:")
     print(f"  {program} traces ls --run-dir {run_dir}")
     print(f"  {program} traces show ROLLOUT --run-dir {run_dir}")
