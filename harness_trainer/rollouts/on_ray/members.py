@@ -1,0 +1,236 @@
+"""The nodes of a Ray cluster that a run uses: who is there, who takes how many rollouts, who is lost.
+
+Owns a worker on each node that takes rollouts, opened when it joins, also in the middle of a run, with what may keep it
+from being of use; and back-off where that was so. What runs on the nodes is `executor`'s; Ray itself, `cluster`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from harness_trainer.errors import SetupError
+from harness_trainer.rollouts.on_ray import reach
+from harness_trainer.rollouts.on_ray.errand import NodeWorker
+from harness_trainer.rollouts.on_ray.messages import NodeFacts, Setup, WorkerFailed, WorkerLost
+from harness_trainer.rollouts.on_ray.nodes import NO_NODES, NodeInfo
+from harness_trainer.rollouts.on_ray.worker import ask, facts_here
+
+log = logging.getLogger("harness_trainer.rollouts")
+
+LOOK_S = 1.0  # between two looks at who is in the cluster
+START_S = 120.0  # for a node to start a worker: a Python process that imports this package
+OPEN_S = 1200.0  # for it to be ready: agents may be installed there first
+CLOSE_S = 45.0
+SETTLE_S = 10.0  # for a first node, in a cluster that is being started
+_AGAIN_S = 10.0  # after a worker was lost or could not be opened; doubled each time, up to
+_AGAIN_MAX_S = 300.0
+
+
+class Nodes(Protocol):
+    """What of `cluster.Cluster` is used here."""
+
+    async def nodes(self) -> list[NodeInfo]: ...
+
+    async def put(self, value: Any) -> Any: ...
+
+    def own_address(self) -> str: ...
+
+    def start(self, node: NodeInfo) -> NodeWorker: ...
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One with an open worker. Example: Node(info, worker, capacity=16, running=3)."""
+
+    info: NodeInfo
+    worker: NodeWorker
+    capacity: int  # rollouts at once
+    running: int = 0
+    brought: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # tasks whose folders it has, or gets now
+
+
+class Members:
+    """`tell` is for what a person should read once; `changed` is set after every change of `open` or of a node."""
+
+    def __init__(self, cluster: Nodes, setup: Setup, *, tell: Callable[..., None], look_s: float = LOOK_S) -> None:
+        self.open: dict[str, Node] = {}  # by the node's id
+        self.changed = asyncio.Event()
+        self._cluster = cluster
+        self._setup = setup
+        self._settings = setup.spec.config
+        self._tell = tell
+        self._look_s = look_s
+        self._reference: Any = None
+        self._here: NodeFacts = facts_here()
+        self._opening: dict[str, asyncio.Task[None]] = {}
+        self._problems: dict[str, str] = {}  # of nodes that take none now
+        self._again: dict[str, tuple[float, float]] = {}  # not before (monotonic), and how long was waited
+        self._none_since = time.monotonic()
+
+    @property
+    def none_for_s(self) -> float:
+        """How long no node has been open; 0 = one is."""
+        return 0.0 if self.open else time.monotonic() - self._none_since
+
+    @property
+    def why_none(self) -> str:
+        return "; ".join(dict.fromkeys(self._problems.values())) or NO_NODES
+
+    async def wait_for_change(self) -> None:
+        """Or until it is time to look again in any case."""
+        self.changed.clear()
+        try:
+            await asyncio.wait_for(self.changed.wait(), self._look_s)
+        except TimeoutError:
+            return
+
+    async def close(self) -> None:
+        """Every worker has ended what it runs, and then itself."""
+        for opening in self._opening.values():
+            opening.cancel()
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        await asyncio.gather(*(self._end(node) for node in list(self.open.values())))
+        self.open.clear()
+
+    async def _end(self, node: Node) -> None:
+        try:
+            await asyncio.wait_for(node.worker.call("close"), CLOSE_S)
+        except (WorkerLost, WorkerFailed, TimeoutError) as error:
+            log.warning("the worker on Ray node %s did not end in order: %s", node.info.name, error)
+        node.worker.kill()
+
+    async def first_node(self) -> None:
+        """Until one is open. Raises SetupError when none takes rollouts."""
+        self._reference = await self._cluster.put(self._setup)
+        settled = time.monotonic() + SETTLE_S
+        while not self.open:
+            try:
+                await self._compare(await self._cluster.nodes())
+            except WorkerLost as error:
+                raise SetupError(str(error)) from error
+            if self._problems and not self._opening:
+                raise SetupError(self.why_none)
+            if not self._opening and time.monotonic() > settled:
+                raise SetupError(NO_NODES)
+            await self.wait_for_change()
+
+    async def look(self) -> None:
+        """For ever: who has come, who has left."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            try:
+                alive = await self._cluster.nodes()
+            except WorkerLost as error:  # Ray ends this process if that lasts
+                log.warning("%s", error)
+            else:
+                await self._compare(alive)
+
+    async def _compare(self, alive: Sequence[NodeInfo]) -> None:
+        """Open workers on nodes that have come; those of nodes that have left are lost."""
+        now = time.monotonic()
+        ids = {info.node_id for info in alive}
+        for node_id in set(self.open) - ids:
+            self.lose(self.open[node_id], "it has left the cluster")
+        for node_id in set(self._problems) - ids:
+            del self._problems[node_id]
+        for info in alive:
+            known = info.node_id in self.open or info.node_id in self._opening
+            wait_until, _ = self._again.get(info.node_id, (0.0, 0.0))
+            if not known and now >= wait_until and self._capacity(info) > 0:
+                opening = asyncio.create_task(self._try_open(info), name=f"open {info.name}")
+                self._opening[info.node_id] = opening
+
+    def _capacity(self, info: NodeInfo) -> int:
+        return info.capacity(self._settings.ray.per_node, self._settings.max_concurrent)
+
+    async def _try_open(self, info: NodeInfo) -> None:
+        worker = self._cluster.start(info)
+        problem, opened = "", False
+        try:
+            problem = await self._opened(info, worker)
+            opened = not problem
+        except SetupError as error:
+            problem = str(error)
+        except (WorkerLost, WorkerFailed) as error:
+            problem = f"the worker on Ray node {info.name} failed: {error}"
+        finally:
+            self._opening.pop(info.node_id, None)
+            if not opened:
+                worker.kill()
+        if opened:
+            node = self.open[info.node_id] = Node(info, worker, self._capacity(info))
+            self._problems.pop(info.node_id, None)
+            log.info("Ray node %s takes rollouts: %d at once", info.name, node.capacity)
+        else:
+            if self._problems.get(info.node_id) != problem:
+                log.warning("Ray node %s takes no rollouts: %s", info.name, problem)
+                self._tell("node_unusable", f"Ray node {info.name} takes no rollouts: {problem}", node=info.node_id)
+            self._problems[info.node_id] = problem
+            self._try_later(info)
+        self.changed.set()
+
+    async def _opened(self, info: NodeInfo, worker: NodeWorker) -> str:
+        """What is wrong, "" = it is open. Raises SetupError, WorkerLost, WorkerFailed."""
+        spec = self._setup.spec
+        try:
+            facts: NodeFacts = await asyncio.wait_for(worker.call("facts"), START_S)
+        except TimeoutError:
+            return (
+                f"Ray node {info.name} did not start a worker within {START_S:.0f} s: another run may hold its "
+                "`rollouts` (see `ray status`), or the node is overloaded"
+            )
+        _require_same(info.name, facts, self._here)
+        own_address = self._cluster.own_address()
+        access = reach.access_on(facts, info.name, self._here, spec.access, spec.sandbox.type, own_address)
+        follows = False
+        if access is not spec.access and access.gateway is not None:
+            url = access.gateway.public_url or ""
+            headers = {"authorization": f"Bearer no-session-{secrets.token_urlsafe(16)}"}
+            seen, own = await asyncio.gather(
+                worker.call("look", url, headers), ask((spec.access.gateway or access.gateway).url or url, headers)
+            )
+            if problem := reach.judge(info.name, url, seen, own):
+                return problem
+            follows = spec.access.gateway is not None and spec.access.gateway.public_url_file is not None
+        try:
+            problem = await asyncio.wait_for(worker.call("open", self._reference, access, follows), OPEN_S)
+        except TimeoutError:
+            return f"Ray node {info.name} was not ready within {OPEN_S:.0f} s"
+        return f"on Ray node {info.name}: {problem}" if problem else ""
+
+    def _try_later(self, info: NodeInfo) -> None:
+        _, before = self._again.get(info.node_id, (0.0, 0.0))
+        wait_s = min(max(_AGAIN_S, 2 * before), _AGAIN_MAX_S)
+        self._again[info.node_id] = (time.monotonic() + wait_s, wait_s)
+
+    def lose(self, node: Node, reason: str) -> None:
+        """Whatever runs there counts for nothing from now on. Idempotent."""
+        if self.open.get(node.info.node_id) is not node:
+            return
+        del self.open[node.info.node_id]
+        if not self.open:
+            self._none_since = time.monotonic()
+        node.worker.kill()
+        self._try_later(node.info)
+        line = f"Ray node {node.info.name} is lost with {node.running} rollouts, which start over: {reason}"
+        log.warning("%s", line)
+        self._tell("node_lost", line, node=node.info.node_id, rollouts=node.running)
+        self.changed.set()
+
+
+def _require_same(name: str, there: NodeFacts, here: NodeFacts) -> None:
+    """Raises SetupError. What travels between the two is pickled."""
+    if there.version != here.version:
+        raise SetupError(
+            f"Ray node {name} has harness-trainer {there.version}, this host {here.version}: install the same on both"
+        )
+    if there.python.split(".")[:2] != here.python.split(".")[:2]:
+        raise SetupError(
+            f"Ray node {name} runs Python {there.python}, this host {here.python}: use one minor version on all hosts"
+        )
