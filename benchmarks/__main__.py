@@ -9,6 +9,7 @@ MODULES = (
     "benchmarks.traces",
     "benchmarks.bridging",
     "benchmarks.sandboxes",
+    "benchmarks.scale",
     "benchmarks.agent_start",
     "benchmarks.loops",
     "benchmarks.openenv_sessions",
@@ -17,6 +18,7 @@ MODULES = (
     "benchmarks.weight_sync",
     "benchmarks.asynchrony",
     "benchmarks.plan_check",
+    "benchmarks.view_pages",
     "benchmarks.echo",
     "benchmarks.learning",
 )

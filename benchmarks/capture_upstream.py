@@ -1,10 +1,12 @@
 """An engine that costs nothing: vLLM's chat, render, generate and derender routes, answered from bytes made before.
 
     python -m benchmarks.capture_upstream [--prompt-tokens 2000] [--tokens 100] [--interval-ms 1]
+        [--stamped [--in-step]]
 
 A program of its own, so that its time is nobody else's. Prints its URL. Each prompt ends in an id of its own. A request
 that says "paced" gets its first chunk at once and the others `--interval-ms` apart (if it does not stream: all of it
-when a stream would have ended), any other gets everything at once.
+when a stream would have ended), any other gets everything at once. With `--stamped` every stream is paced, and each of
+its chunks says when it left; `--in-step` sends those of all streams at the same moments, as an engine's batch does.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ SENT_AT = b"@" * 17  # where a reply's text begins: when it left, seconds of the
 class Replies:
     """The bytes of every reply; `%d` stands for the id that makes a prompt one of its own."""
 
-    def __init__(self, num_prompt: int, num_tokens: int) -> None:
+    def __init__(self, num_prompt: int, num_tokens: int, *, stamped: bool = False) -> None:
+        self.stamped = stamped
         prompt = json.dumps([1000 + i for i in range(num_prompt - 1)])[:-1].encode() + b", %d]"
         ids = [200 + i for i in range(num_tokens)]
         text = f"sent {SENT_AT.decode()} " + "word " * num_tokens
@@ -55,7 +58,7 @@ class Replies:
         self.chat_chunks = [
             _event(json.dumps({**chunk, "choices": [_delta(i, last=i == ids[-1])]}).encode()) for i in ids
         ]
-        self.chat_chunks[0] = self.chat_chunks[0].replace(b"word ", b"sent " + SENT_AT + b" word ")
+        self.chat_chunks = self._with_stamps(self.chat_chunks)
         self.chat_chunks.append(_event(json.dumps({**chunk, "choices": [], "usage": usage}).encode()))
         params = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 1000, "logprobs": 0}
         rendered = {"request_id": "r", "sampling_params": params, "model": "bench", "stream": False}
@@ -79,8 +82,12 @@ class Replies:
         self.generate_chunks = [
             _event(json.dumps(_generated(i, spans if i == ids[-1] else None)).encode()) for i in ids
         ]
-        self.generate_chunks[0] = self.generate_chunks[0].replace(b"word ", b"sent " + SENT_AT + b" word ")
+        self.generate_chunks = self._with_stamps(self.generate_chunks)
         self.generate_chunks.append(_event(json.dumps({"request_id": "r", "choices": [], "usage": usage}).encode()))
+
+    def _with_stamps(self, chunks: list[bytes]) -> list[bytes]:
+        num = len(chunks) if self.stamped else 1
+        return [chunk.replace(b"word ", b"sent " + SENT_AT + b" word ") for chunk in chunks[:num]] + chunks[num:]
 
 
 def _entry(token: int) -> dict[str, object]:
@@ -107,8 +114,9 @@ def _event(data: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, replies: Replies, interval_s: float, count: list[int]) -> None:
+    def __init__(self, replies: Replies, interval_s: float, count: list[int], *, in_step: bool = False) -> None:
         self._replies, self._interval_s, self._count = replies, interval_s, count
+        self._in_step = in_step
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
         self._url, self._body = b"", bytearray()
@@ -133,7 +141,7 @@ class Connection(asyncio.Protocol):
         streams = b'"stream":true' in body or b'"stream": true' in body
         self._count[0] += 1
         own = 5000 + self._count[0]
-        paced = b"paced" in body or (url == GENERATE and self._paced)
+        paced = replies.stamped or b"paced" in body or (url == GENERATE and self._paced)
         self._paced = paced  # what is generated has no text: the request to render it came just before
         if url == CHAT and streams:
             self._stream([replies.chat_head % own + replies.chat_chunks[0], *replies.chat_chunks[1:]], paced)
@@ -170,13 +178,22 @@ class Connection(asyncio.Protocol):
             self._transport.write(head + first + b"".join(rest) + end)
             return
         self._transport.write(head + first)
-        asyncio.get_running_loop().call_later(self._interval_s, self._go_on, iter([*rest, end]))
+        self._call_next(iter([*rest, end]))
 
     def _go_on(self, chunks: Iterator[bytes]) -> None:
         chunk = next(chunks, None)
         if chunk is not None and not self._transport.is_closing():
-            self._transport.write(chunk)
-            asyncio.get_running_loop().call_later(self._interval_s, self._go_on, chunks)
+            self._transport.write(chunk.replace(SENT_AT, _now()) if self._replies.stamped else chunk)
+            self._call_next(chunks)
+
+    def _call_next(self, chunks: Iterator[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = self._interval_s
+        if self._in_step:
+            wait_s -= loop.time() % wait_s
+            if wait_s < self._interval_s / 2:  # the loop's clock ticks in milliseconds: this moment has just been
+                wait_s += self._interval_s
+        loop.call_later(wait_s, self._go_on, chunks)
 
 
 def _now() -> bytes:
@@ -187,10 +204,14 @@ def _chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-async def serve(replies: Replies, interval_s: float) -> None:
+async def serve(replies: Replies, interval_s: float, *, in_step: bool = False) -> None:
     count = [0]
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(replies, interval_s, count), "127.0.0.1", 0, backlog=1024)
+
+    def connection() -> Connection:
+        return Connection(replies, interval_s, count, in_step=in_step)
+
+    server = await loop.create_server(connection, "127.0.0.1", 0, backlog=2048)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     async with server:
         await server.serve_forever()
@@ -201,10 +222,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--interval-ms", type=float, default=1.0)
+    parser.add_argument("--stamped", action="store_true")
+    parser.add_argument("--in-step", action="store_true")
     options = parser.parse_args()
-    replies = Replies(options.prompt_tokens, options.tokens)
+    replies = Replies(options.prompt_tokens, options.tokens, stamped=options.stamped)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(replies, options.interval_ms / 1000))
+        runner.run(serve(replies, options.interval_ms / 1000, in_step=options.in_step))
 
 
 if __name__ == "__main__":

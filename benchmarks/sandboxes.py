@@ -48,7 +48,7 @@ GOALS = {"warm": 0.1, "start": 1.3, "exec": 1.3, "cpu": 0.15}
 _KEY = "benchmark"
 _SETTLED_S = 4.0  # from a sandbox at hand to an agent that has made its call and sleeps
 _RUN_ID = f"bench-{secrets.token_hex(4)}"
-_IMAGES = ("python:3.12-slim", "ht-base:bookworm")
+IMAGES = ("python:3.12-slim", "ht-base:bookworm")
 
 
 # --- the docker command line --------------------------------------------------------------------------------------
@@ -326,14 +326,14 @@ async def measure(options: argparse.Namespace, folder: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", help=f"default: the first of {', '.join(_IMAGES)} that is there")
+    parser.add_argument("--image", help=f"default: the first of {', '.join(IMAGES)} that is there")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--rollouts", type=int, default=64)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--wait", type=float, default=20.0, help="seconds an agent sleeps")
     options = parser.parse_args()
     here = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
-    options.image = options.image or next((name for name in _IMAGES if name in here), _IMAGES[0])
+    options.image = options.image or next((name for name in IMAGES if name in here), IMAGES[0])
     with tempfile.TemporaryDirectory(prefix="bench-sandboxes-") as text:
         folder = Path(text)
         (folder / "tmp").mkdir()

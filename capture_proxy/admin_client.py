@@ -27,6 +27,9 @@ _BY_CODE: dict[str, type[CaptureError]] = {
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+# Calls under way. httpx's pool looks at every call that waits for a connection whenever one begins or ends: a thousand
+# sessions sealed at once, at the end of a run, took it minutes.
+_AT_ONCE = 32
 # The gateway is away, or went away before it answered. What it does at a slow answer is not known, so that is none.
 _AWAY = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 
@@ -50,6 +53,7 @@ class AdminClient:
     def __init__(self, url: str, key: str, *, timeout_s: float = 60.0, patience_s: float = 0.0) -> None:
         self._url = url
         self._patience_s = patience_s
+        self._places = asyncio.Semaphore(_AT_ONCE)
         socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         self._http = httpx.AsyncClient(
             base_url="http://gateway" if socket else url,
@@ -143,7 +147,8 @@ class AdminClient:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                return await self._http.request(method, path, content=content)
+                async with self._places:
+                    return await self._http.request(method, path, content=content)
             except httpx.HTTPError as error:
                 left_s = until - time.monotonic()
                 if left_s <= 0 or not isinstance(error, _AWAY):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from capture_proxy import codec
+from capture_proxy import codec, openenv_types
 from capture_proxy.graph import Graph, assign_roles, build
 from capture_proxy.ids import TokenIds, packed
 from capture_proxy.report import Report, report
@@ -36,11 +36,10 @@ def to_training_trace(capture: Capture) -> TrainingTrace:
     0.0 in their place (the validator wants finite numbers) with mask 0 and the finding in its metadata. Turns that
     have no prompt ids cannot be expressed and are left out; the capture keeps them.
     """
-    from openenv.core.harness.training import TrainingTrace, TrainingTurn
-
+    types = openenv_types.training()
     graph = assign_roles(capture.turns)
     turns = [
-        TrainingTurn(
+        types.TrainingTurn(
             node_id=turn.turn_id,
             prompt_token_ids=list(turn.prompt_ids_P),
             completion_token_ids=turn.completion_ids_T,
@@ -55,7 +54,7 @@ def to_training_trace(capture: Capture) -> TrainingTrace:
     ]
     if turns:
         turns[0].metadata["rollout"] = _report_to_dict(_report(capture, graph))
-    return TrainingTrace(turns=turns)
+    return cast("TrainingTrace", types.TrainingTrace(turns=turns))
 
 
 def to_row_trace(capture: Capture) -> TrainingTrace:
@@ -66,8 +65,7 @@ def to_row_trace(capture: Capture) -> TrainingTrace:
     elsewhere it is 0 and the log-probability 0.0. `metadata["turns"]` says which turn each trained stretch is of, as
     positions in prompt + completion, and who sampled it; request and response are those of the last call.
     """
-    from openenv.core.harness.training import TrainingTrace
-
+    types = openenv_types.training()
     graph = assign_roles(capture.turns)
     sound = trained_turns(capture)
     lineages = build(list(sound.values())).lineages
@@ -79,7 +77,7 @@ def to_row_trace(capture: Capture) -> TrainingTrace:
     if rows:
         summed_up = report(capture.turns, graph, lineages)
         rows[0].metadata["rollout"] = _report_to_dict(summed_up)
-    return TrainingTrace(turns=rows)
+    return cast("TrainingTrace", types.TrainingTrace(turns=rows))
 
 
 def trained_turns(capture: Capture) -> dict[str, Turn]:
@@ -208,8 +206,6 @@ def _report_to_dict(summed_up: Report) -> dict[str, Any]:
 
 
 def _lineage(root: Turn, leaf: Turn, trained: Sequence[Turn], session_id: str) -> TrainingTurn:
-    from openenv.core.harness.training import TrainingTurn
-
     ids = [*leaf.prompt_ids_P, *leaf.completion_ids_T]
     start = len(root.prompt_ids_P)
     mask, logps = [0] * len(ids), [0.0] * len(ids)
@@ -217,7 +213,7 @@ def _lineage(root: Turn, leaf: Turn, trained: Sequence[Turn], session_id: str) -
         first, end = _span(turn)
         mask[first:end] = [1] * (end - first)
         logps[first:end] = _finite(turn)
-    return TrainingTurn(
+    row: TrainingTurn = openenv_types.training().TrainingTurn(
         node_id=leaf.turn_id,
         prompt_token_ids=ids[:start],
         completion_token_ids=ids[start:],
@@ -227,6 +223,7 @@ def _lineage(root: Turn, leaf: Turn, trained: Sequence[Turn], session_id: str) -
         response=_response(leaf),
         metadata={"form": LINEAGE, "session_id": session_id, "turns": [_stretch(turn) for turn in trained]},
     )
+    return row
 
 
 def _span(turn: Turn) -> tuple[int, int]:

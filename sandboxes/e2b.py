@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,10 @@ _TRAITS = Traits(
     networks=frozenset(NetworkMode),
     limits=frozenset({"deadline_s", "cpu_s", "file_mb"}),
 )
+
+# A command that is waited for holds a stream, which without HTTP/2 (a deployment reached by plain HTTP) is a connection
+# of its own. The SDK's cap is 200 to one address: further requests would wait until one of those commands ends.
+_MAX_CONNECTIONS = "10000"
 
 
 class E2BConfig(BaseModel):
@@ -85,6 +90,7 @@ class E2BBackend:
         return _TRAITS
 
     async def __aenter__(self) -> Self:
+        os.environ.setdefault("E2B_MAX_CONNECTIONS", _MAX_CONNECTIONS)  # read when the SDK is imported, and only then
         # Half a second, and the settings are read long before.
         module = await asyncio.to_thread(importlib.import_module, "sandboxes.e2b_sandbox")
         self._shared = module.share(

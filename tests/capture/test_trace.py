@@ -1,5 +1,7 @@
 """Captures as OpenEnv traces, and as JSON."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import orjson
@@ -72,3 +74,17 @@ async def test_misaligned_arrays_never_reach_the_store(tmp_path: Path) -> None:
         (turn,) = (await gw.admin.capture("s1")).turns
     assert len(turn.completion_ids_T) == len(turn.logprobs_T) == 4
     assert turn.status is TurnStatus.OK and not turn.trainable
+
+
+def test_making_a_trace_imports_no_web_pages_and_leaves_them_to_whoever_wants_them():
+    script = (
+        "import importlib.util, sys\n"
+        "from capture_proxy.trace import to_row_trace\n"
+        "from capture_proxy.types import Capture, Session, SessionPolicy\n"
+        "trace = to_row_trace(Capture(Session('s', '', SessionPolicy(), {}), []))\n"
+        "assert type(trace).__module__ == 'openenv.core.harness.training' and trace.turns == []\n"
+        "assert 'gradio' not in sys.modules\n"
+        "assert importlib.util.find_spec('gradio') is not None\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
