@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
                         args.ready_file,
                         Bridging(args.bridging, args.renderer, args.tokenizer, args.thinking_retention),
                         Gate(held=args.hold, patience_s=args.engine_patience),
+                        args.name,
                     )
                 )
     except (UsageError, StoreError, FamilyError) as error:
@@ -102,10 +103,11 @@ async def serve(
     ready_file: Path | None,
     bridging: Bridging,
     gate: Gate,
+    name: str,
 ) -> None:
     """Serve the bound sockets until a signal; then end calls in flight (recorded as aborted) and close the store."""
     gateway = Gateway(
-        engine, store, keepalive_s=keepalive_s, hang_up_grace_s=hang_up_grace_s, bridging=bridging, gate=gate
+        engine, store, keepalive_s=keepalive_s, hang_up_grace_s=hang_up_grace_s, bridging=bridging, gate=gate, name=name
     )
     servers = [Server(agent_app(gateway)), Server(admin_app(gateway, key))]
     loop = asyncio.get_running_loop()
@@ -245,6 +247,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--admin-bind", default="127.0.0.1:0", metavar="BIND", help="port of the trainer only: HOST:PORT or unix:PATH")
     add("--admin-key-file", type=Path, help=f"file with the admin key (else ${_KEY_VARIABLE})")
     add("--engine-key-file", type=Path, help=f"file with the engine's API key (else ${_ENGINE_KEY_VARIABLE})")
+    add(
+        "--name",
+        default="",
+        help="of several gateways on one store, which this one is: it serves the sessions that it minted and no others",
+    )
     add("--ready-file", type=Path, help="written as JSON once both ports answer")
     add(
         "--transport",

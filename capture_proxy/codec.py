@@ -54,6 +54,8 @@ def policy_from_dict(data: dict[str, Any]) -> SessionPolicy:
 def session_to_dict(session: Session) -> dict[str, Any]:
     # Not `asdict`, which copies every value deeply: this is written with every turn.
     data = {name: getattr(session, name) for name in Session.__slots__}
+    if not session.gateway:  # as it was written before there could be several
+        del data["gateway"]
     return {**data, "policy": policy_to_dict(session.policy)}
 
 

@@ -24,7 +24,8 @@ from capture_proxy.turn import Turns
 class Pipeline:
     """`hang_up_grace_s` is how long a call goes on that nobody waits for any more, so that a retry finds it;
     `bridging` says how prompts are continued; `gate` when the engine may be asked; `restarted` whether the store's open
-    sessions are those of this pipeline's predecessor, which may have lost their calls.
+    sessions are those of this pipeline's predecessor, which may have lost their calls; `name` tells the pipelines of
+    several gateways on one store apart.
     """
 
     engine: Engine
@@ -33,11 +34,12 @@ class Pipeline:
     bridging: Bridging = field(default_factory=Bridging)
     gate: Gate = field(default_factory=Gate)
     restarted: bool = True
+    name: str = ""
 
     def __post_init__(self) -> None:
         self.metrics = Metrics()
         self.bridger = Bridger(self.engine, self.bridging, self.gate)
-        self.sessions = Sessions(self.store, keep_history=self.bridger.may_continue)
+        self.sessions = Sessions(self.store, keep_history=self.bridger.may_continue, name=self.name)
         self.turns = Turns(
             self.engine,
             self.sessions,

@@ -20,6 +20,9 @@ nothing was asked counts as never acknowledged. A joined call spends no budget a
 its connection breaks. So an open session whose last recorded reply leads to another call (it has tool calls, or is no
 reply) stands as faulty from the next start of a gateway on, until its agent has made that call.
 
+**Several gateways.** Gateways of different names may share a store, each before an engine of its own. A session is
+pinned to the gateway that minted it; to every other one its token is unknown and its name is not found.
+
 **Limits.** Calls of the agent, tokens sampled, a deadline, and the model's window: `MAX_CRAMPED` replies in a row that
 the window cut to next to nothing, or prompts that do not fit, end the session. What the agent is then told is the
 policy's choice (`at_limit`); `limit_hit` is the one that came first. A window or a fault that the agent got past is
@@ -85,7 +88,10 @@ class Admission:
 
 
 class Sessions:
-    """All sessions of one store. `clock` gives Unix seconds, `keep_history` whether a prompt may ever be continued."""
+    """The sessions of one store that are pinned to the gateway called `name`.
+
+    `clock` gives Unix seconds, `keep_history` whether a prompt may ever be continued.
+    """
 
     def __init__(
         self,
@@ -93,7 +99,9 @@ class Sessions:
         clock: Callable[[], float] = time.time,
         *,
         keep_history: Callable[[], bool] = lambda: True,
+        name: str = "",
     ) -> None:
+        self._name = name
         self._keep_history = keep_history
         self._store = store
         self._clock = clock
@@ -119,11 +127,16 @@ class Sessions:
         async with self._loading:
             known = await self._store.session(session_id)
             if known is not None:
-                if (known.policy, known.labels, known.sealed) == (policy, labels, False):
+                if (known.policy, known.labels, known.sealed, known.gateway) == (policy, labels, False, self._name):
                     return known
                 raise BadRequest(f"session {session_id!r} exists already: choose another session_id")
             session = Session(
-                session_id, f"sk-{secrets.token_urlsafe(32)}", policy, dict(labels), created_at=self._clock()
+                session_id,
+                f"sk-{secrets.token_urlsafe(32)}",
+                policy,
+                dict(labels),
+                created_at=self._clock(),
+                gateway=self._name,
             )
             await self._store.put_session(session)
             self._remember(Live(session))
@@ -134,7 +147,7 @@ class Sessions:
         live = self._by_token.get(token) if token else None
         if live is None and token:
             session = await self._store.session_by_token(token)
-            live = await self._load(session) if session is not None else None
+            live = await self._load(session) if session is not None and self._is_ours(session) else None
         if live is None:
             raise UnknownSession("no session has this API key: use the token that was minted for this rollout")
         return live
@@ -150,7 +163,7 @@ class Sessions:
         session = live.session if live else await self._store.session(session_id)
         if session is None:
             raise NotFound(f"no session is called {session_id!r}")
-        return session
+        return self._ours(session)
 
     async def id_of(self, token: str) -> str:
         """The session of a token. Raises NotFound, StoreError."""
@@ -158,7 +171,16 @@ class Sessions:
         session = live.session if live else await self._store.session_by_token(token)
         if session is None:
             raise NotFound("no session has this token")
-        return session.session_id
+        return self._ours(session).session_id
+
+    def _is_ours(self, session: Session) -> bool:
+        return session.gateway == self._name
+
+    def _ours(self, session: Session) -> Session:
+        if not self._is_ours(session):
+            whose = f"gateway {session.gateway!r}" if session.gateway else "the gateway without a name"
+            raise NotFound(f"session {session.session_id!r} is pinned to {whose}: ask that one")
+        return session
 
     async def all(self) -> list[Session]:
         """Every session of the store, oldest first."""
@@ -179,7 +201,7 @@ class Sessions:
 
     async def note_restart(self) -> None:
         """At the start of a gateway: sessions of an earlier one may have lost a call with it."""
-        for session in await self._store.open_sessions():
+        for session in filter(self._is_ours, await self._store.open_sessions()):
             last = await self._store.last_turn(session.session_id)
             if last is None or session.last_fault is not None or session.limit_hit is not None:
                 continue  # an agent without any call is judged by that

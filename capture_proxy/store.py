@@ -356,12 +356,18 @@ def load_capture(path: Path, session_id: str) -> Capture | None:
     try:
         with closing(_connect(path)) as db:
             migrations.prepare(db, path)
-            found = _sessions_of(db.execute("SELECT body FROM capture_sessions WHERE session_id = ?", (session_id,)))
-            if not found:
-                return None
-            return Capture(found[0], _turns_of(db.execute(_ALL_TURNS, (session_id,))))
+            return capture_in(db, session_id)
     except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
         raise StoreError(f"cannot read the store {path}: {error}") from error
+
+
+def capture_in(db: sqlite3.Connection, session_id: str) -> Capture | None:
+    """The same from an open connection to a file of this schema, which it only reads.
+
+    Raises sqlite3.Error, and ValueError, TypeError or KeyError for rows that are no turns.
+    """
+    found = _sessions_of(db.execute("SELECT body FROM capture_sessions WHERE session_id = ?", (session_id,)))
+    return Capture(found[0], _turns_of(db.execute(_ALL_TURNS, (session_id,)))) if found else None
 
 
 def load_sessions(path: Path) -> list[Session]:

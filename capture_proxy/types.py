@@ -151,6 +151,8 @@ class Session:
     # What cut the session short, the first of them: "max_turns", "max_total_tokens", "deadline" or "context_length";
     # None = nothing did.
     limit_hit: str | None = None
+    # Of several gateways on one store, the only one that serves it; "" = the one without a name.
+    gateway: str = ""
 
 
 @dataclass(slots=True)

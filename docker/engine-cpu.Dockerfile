@@ -10,7 +10,8 @@ ARG TORCH_INDEX_URL
 # "no": /opt/venv/packages stays empty, for whoever mounts packages there.
 ARG INSTALL_PACKAGES=yes
 COPY docker/extra docker/install-packages requirements/engine-cpu.txt /build/
-RUN /build/install-packages --torch torch==2.13.0 --lock /build/engine-cpu.txt orjson==3.13.0
+# pip, because vLLM answers /server_info only where it can list packages, and there we read whether weights can be updated.
+RUN /build/install-packages --torch torch==2.13.0 --lock /build/engine-cpu.txt orjson==3.13.0 pip
 
 FROM ${BASE} AS program
 COPY pyproject.toml docker/metadata.py /opt/harness-trainer/

@@ -8,9 +8,9 @@ ARG PIP_EXTRA_INDEX_URL
 # "no": /opt/venv/packages stays empty, for whoever mounts packages there.
 ARG INSTALL_PACKAGES=yes
 COPY docker/extra docker/install-packages /build/
-# The one library of `serve engine` that vLLM does not bring.
+# The one library of `serve engine` that vLLM does not bring; and pip, without which vLLM does not answer /server_info.
 USER 0
-RUN /build/install-packages orjson==3.13.0
+RUN /build/install-packages orjson==3.13.0 pip
 
 FROM ${BASE} AS program
 COPY pyproject.toml docker/metadata.py /opt/harness-trainer/

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,8 +28,7 @@ from harness_trainer.rollouts.scores import Score, stored_scores
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.run import POLL_S, Supervisor
 from harness_trainer.rundir import RunDir, filesystem_errors, write_atomically
-from harness_trainer.supervision.engine import EnginePart
-from harness_trainer.supervision.gateway import Gateway
+from harness_trainer.supervision.replicas import Entrance, release_served
 from harness_trainer.workload import Workload
 
 VERSION = 1  # of the only policy: the model as it was given
@@ -70,29 +69,21 @@ class Collector(Supervisor):
 
     def _on_own_engine(self, stack: ExitStack, store: RolloutStore, work: Workload) -> None:
         model = prepare_model(self._config.model, cache_dir(), progress=self._display.phase)
-        engine = EnginePart(
-            self._config.engine,
-            lambda settings: self._make_engine(settings, model),
-            store,
-            self._run.internal / "engine_url",
-            status=self._display.status,
-        )
-        stack.callback(engine.stop)
-        stack.callback(self._way_out.close)
-        stack.callback(self._parts.stop)  # before the line above: the engine ends at the same time as everything else
-        part, context = self._start_engine(engine)
-        socket = self._agents_socket(stack)
-        gateway = self._start_gateway(engine.url, model.model_id, socket, tokenizer=model.path, transport="generate")
-        engine.hold = gateway.hold
+        replicas, context = self._start_replicas(self._engines(self._config.engine, model, store, stack), model, stack)
 
         def each_look() -> None:
-            if part.running and not store.versions().engine:
-                _name_weights(engine.url)
-                store.publish(VERSION)
-            if part.running:
-                gateway.release()
+            serving = store.serving(len(replicas))
+            for number, replica in enumerate(replicas):
+                if replica.part.running and number not in serving:
+                    _name_weights(replica.engine.url)
+                    store.publish(VERSION, engine={number: store.engine_number(number)})
+            release_served(replicas, store)
 
-        self._run_tasks(work, model.model_id, context, gateway, socket, store, each_look)
+        self._run_tasks(work, model.model_id, context, replicas, store, each_look)
+
+    @property
+    def _num_learner_gpus(self) -> int:
+        return 0
 
     def _on_their_engine(self, stack: ExitStack, store: RolloutStore, work: Workload) -> None:
         """An engine that serves already: it keeps the names that it has, and nothing of it is ours to start again."""
@@ -111,22 +102,21 @@ class Collector(Supervisor):
         socket = self._agents_socket(stack)
         gateway = self._start_gateway(url, found.model, socket, tokenizer=None, transport="auto")
         store.publish(VERSION)
-        self._run_tasks(work, found.model, context, gateway, socket, store, gateway.release)
+        self._run_tasks(work, found.model, context, [Entrance(gateway, socket)], store, gateway.release)
 
     def _run_tasks(
         self,
         work: Workload,
         model: str,
         context: int,
-        gateway: Gateway,
-        socket: Path | None,
+        entrances: Sequence[Entrance],
         store: RolloutStore,
         each_look: Callable[[], None],
     ) -> None:
         self._each_look = each_look
         wanted = self._wanted
         self._start_runner(
-            work, model, context, gateway, socket, store,
+            work, model, context, entrances, store,
             max_open_groups=1, num_groups=0, every_agent=True, num_evaluated=wanted.num_groups,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from harness_trainer.engine.config import EngineConfig
+from harness_trainer.engine.replicas import refusal
 from harness_trainer.environments import (
     WHITE_BOX,
     EnvConfig,
@@ -25,6 +26,7 @@ from harness_trainer.environments.openenv_config import is_address
 from harness_trainer.expose import ExposeConfig, NoExpose, as_expose
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.rollouts.config import RolloutConfig
+from harness_trainer.rollouts.on_ray.config import RayConfig
 from harness_trainer.supervision.restarts import RestartConfig
 from sandboxes import SandboxConfig
 from sandboxes.docker import DockerConfig
@@ -38,12 +40,14 @@ MAY_CHANGE = frozenset(
     | {f"env.{name}_timeout_s" for name in ("connect", "step", "start", "ping", "idle")}
     | {f"env.{name}" for name in ("capacity_patience_s", "ping_interval_s", "silence_s", "max_message_mb")}
     | {f"learner.{name}" for name in ("num_processes", "accelerate_config", "process_timeout_s")}
+    | {"engine.replicas", "engine.gpus"}
     | {"restarts", *(f"restarts.{name}" for name in RestartConfig.model_fields), "gateway.engine_patience_s"}
     | {f"gateway.{name}" for name in ("port", "public_url", "expose")}
     | {f"gateway.expose.{name}" for name in ("type", "listen", "binary", "share_server", "command")}
     | {f"rollouts.{name}" for name in ("forget_quarantine", "infra_window", "infra_share")}
     | {f"rollouts.max_{name}" for name in ("concurrent", "creating", "running", "verifying")}
     | {f"rollouts.warm_{name}" for name in ("per_task", "total")}
+    | {"rollouts.executor", "rollouts.ray", *(f"rollouts.ray.{name}" for name in RayConfig.model_fields)}
 )
 
 
@@ -173,6 +177,24 @@ class SamplingConfig(BaseModel):
             own_rollouts(self.rollouts, source)
         return self
 
+    @model_validator(mode="after")
+    def _replicas_can_be_had(self) -> Self:
+        learner = getattr(self, "learner", None)  # of a run that has one
+        why_not = refusal(
+            self.engine,
+            gateway_port=self.gateway.port,
+            is_exposed=self.gateway.expose.type != "none" or self.gateway.public_url is not None,
+            sandbox=self.sandbox.type,
+            environments=[source.env.type for source in self.each_source],
+            weight_sync="shm" if learner is None else learner.weight_sync.type,
+            executor=self.rollouts.executor,
+        )
+        if why_not is None and self.engine.replicas > 1 and getattr(self, "engine_url", None) is not None:
+            why_not = "engine_url names an engine that serves already, which is one: leave engine.replicas out"
+        if why_not is not None:
+            raise ValueError(why_not)
+        return self
+
     @property
     def each_source(self) -> list[SourceConfig]:
         """One or several, in the same form; the only one of a run without `sources` is named ""."""
@@ -219,6 +241,12 @@ class CollectConfig(SamplingConfig):
     def _one_set_of_tasks(self) -> CollectConfig:
         if self.rollouts.evaluation.tasks is not None:
             raise ValueError("rollouts.evaluation.tasks is for training: here --tasks are what is evaluated")
+        for source in self.sources or ():
+            if source.evaluation is not None:
+                raise ValueError(
+                    f"source {source.name}: its `evaluation` is for training, and here its `tasks` are what is "
+                    f"evaluated: leave it out, or give {source.evaluation} as its tasks"
+                )
         return self
 
     def as_run(self) -> RunConfig:

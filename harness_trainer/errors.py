@@ -12,6 +12,10 @@ class HarnessTrainerError(Exception):
     exit_code = 1
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: whoever sent it kills in some seconds. To code that ends in order by Ctrl-C it is the same."""
+
+
 class ConfigError(HarnessTrainerError):
     """A flag, a YAML field or a name is wrong."""
 

@@ -1,19 +1,21 @@
-"""The process that a job is: `harness-trainer launch inside`. Brings a run back, trains, keeps copies, ends in time.
+"""The process that a job is: `harness-trainer launch inside`. Brings a run back, checks the machine, trains, keeps
+copies, ends in time.
 
-Owns signals, the deadline and when copies are made. Training itself is the ordinary command, as a child, so that a
-long upload never waits for it nor it for one. What a copy is `run_copy` knows, where it goes `jobs.copies`.
+Owns signals, the deadline and when copies are made. Checking and training are the ordinary commands, as children, so
+that a long upload never waits for them nor they for one. What a copy is `run_copy` knows, where it goes `jobs.copies`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from harness_trainer.errors import HarnessTrainerError, SetupError
 from harness_trainer.job_order import JobOrder
 from harness_trainer.learner import checkpoints
 from harness_trainer.run_copy import newest_step, snapshot
-from harness_trainer.rundir import RunDir, write_atomically
+from harness_trainer.rundir import RunDir, filesystem_errors, write_atomically
 from jobs.copies import Copies
 from jobs.errors import CopyTaken, JobsError
 from jobs.masking import Mask
@@ -38,6 +40,7 @@ class Pace:
     """In seconds. When the machine is told to go, `save` is for a checkpoint on request, `end` for the run to end."""
 
     poll: float = 1.0
+    check: float = 300.0  # longest time for the checks of this machine, which take seconds
     save: float = 15.0
     end: float = 25.0
     push_again: float = 60.0  # after one that failed
@@ -46,11 +49,12 @@ class Pace:
 
 
 class JobRun:
-    """One job's life. `train` is the command that trains, without what is added here: config and folder.
+    """One job's life. `train` is the command that trains, without what is added here: config and folder. `check` is
+    the one that is run before it with the same, and must end well; None = this machine is not checked.
 
     `copies` None = the run folder itself outlives the job. `publish` takes the trained model's folder somewhere and
     says where; None = it stays in the run folder. `warning` is a signal that says that the job's time is up in
-    `margin_s`. `again` is the command with which a person goes on.
+    `margin_s`. `spent_s` is what of its time is over already. `again` is the command with which a person goes on.
     """
 
     def __init__(
@@ -60,9 +64,11 @@ class JobRun:
         run: RunDir,
         *,
         train: Sequence[str],
+        check: Sequence[str] | None = None,
         mask: Mask,
         publish: Callable[[Path], str] | None = None,
         warning: signal.Signals | None = None,
+        spent_s: float = 0.0,
         again: str | None = None,
         out: IO[str] = sys.stdout,
         pace: Pace = Pace(),
@@ -72,6 +78,7 @@ class JobRun:
         self._copies = copies
         self._run = run
         self._train = list(train)
+        self._check = None if check is None else list(check)
         self._mask = mask
         self._publish = publish
         self._warning = warning
@@ -79,9 +86,10 @@ class JobRun:
         self._out = out
         self._pace = pace
         self._clock = clock
-        self._began = clock()
-        self._told_to_go = threading.Event()
-        self._warned = threading.Event()
+        self._began = clock() - spent_s
+        # Set by signals, so without a lock: an Event's may be held by the very thread that the handler interrupts.
+        self._told_to_go = False
+        self._warned = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._pushing: Future[int | None] | None = None
         self._pushed_step: int | None = None
@@ -92,23 +100,25 @@ class JobRun:
     def go(self) -> int:
         """The exit code. Raises JobsError when there is a copy that cannot be brought back."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._told_to_go.set())
+            signal.signal(number, self._hear)
         if self._warning is not None:
-            signal.signal(self._warning, lambda *_: self._warned.set())
+            signal.signal(self._warning, self._hear)
         self._bring_back()
-        child = self._start()
-        reading = threading.Thread(target=self._pass_on, args=(child.stdout,), name="log", daemon=True)
-        reading.start()
-        try:
+        import yaml
+
+        config = self._run.path.parent / f"{self._order.run}.yaml"
+        write_atomically(config, yaml.safe_dump(self._order.config, sort_keys=False))
+        if self._check is not None and (code := self._checked([*self._check, *self._arguments(config)])):
+            return code
+        if (reason := self._reason()) is not None:  # there is nothing yet that could be lost
+            self._say(f"the run was not started: {reason}")
+            self._say_how_to_go_on()
+            return STOPPED
+        with self._started([*self._train, *self._arguments(config)]) as child:
             reason = self._watch(child)
             if reason is not None:
                 self._end(child, reason)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            code = child.wait()
-            reading.join(timeout=5.0)
-        return self._close(code if reason is None else STOPPED)
+        return self._close(child.wait() if reason is None else STOPPED)
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -117,21 +127,64 @@ class JobRun:
         if newest_step(self._run) is not None:
             self._say(f"going on with the run that is in {self._run.path}")
             return
-        self._run.path.mkdir(exist_ok=True)
         if self._copies is None:
             self._say(f"no checkpoint yet in {self._run.path}: the run begins")
-        elif self._copies.pull(self._run.path):
+        elif self._pulled(self._copies):
             self._pushed_step = newest_step(self._run)
             self._say(f"going on after step {self._pushed_step}, from the copy at {self._copies.where}")
         else:
             self._say(f"a new run; copies go to {self._copies.where}")
+        self._run.path.mkdir(exist_ok=True)
 
-    def _start(self) -> subprocess.Popen[str]:
-        import yaml
+    def _pulled(self, copies: Copies) -> bool:
+        """The copy in the place of what is here, as a whole: a run that was cut off while it came back would look like
+        one without its store, and the log of another store beside a copy's store would spoil it. Raises JobsError."""
+        stage = self._run.path.with_name(f".{self._run.path.name}.back")
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir()
+        try:
+            if not copies.pull(stage):
+                return False
+            with filesystem_errors(self._run.path):
+                if self._run.path.exists():  # it has no checkpoint
+                    shutil.rmtree(self._run.path)
+                stage.rename(self._run.path)
+            return True
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
 
-        config = self._run.path.parent / f"{self._order.run}.yaml"
-        write_atomically(config, yaml.safe_dump(self._order.config, sort_keys=False))
-        argv = [*self._train, "--config", str(config), "--run-dir", str(self._run.path), "--plain"]
+    def _arguments(self, config: Path) -> list[str]:
+        return ["--config", str(config), "--run-dir", str(self._run.path), "--plain"]
+
+    def _checked(self, argv: Sequence[str]) -> int:
+        """0 = this machine will do, as far as can be seen; else the exit code. What is wrong is in the log."""
+        deadline = time.monotonic() + self._pace.check
+        with self._started(argv) as child:
+            while child.poll() is None:
+                if self._told_within(min(0.1, self._pace.poll)):
+                    return 0  # whoever asks next sees it
+                if time.monotonic() > deadline:
+                    self._say(f"WARNING: the checks of this machine took over {self._pace.check:.0f} s: left out")
+                    return 0
+        if child.returncode:
+            self._say("nothing was started: mend the above, and launch again")
+        return child.returncode
+
+    @contextlib.contextmanager
+    def _started(self, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+        """Its output is the job's; at the end of the block it has ended."""
+        child = self._start(argv)
+        reading = threading.Thread(target=self._pass_on, args=(child.stdout,), name="log", daemon=True)
+        reading.start()
+        try:
+            yield child
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            child.wait()
+            reading.join(timeout=5.0)
+
+    def _start(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         # Some services signal every process of a job; the run, which inherits this mask, must not die of the warning.
         deaf_to = () if self._warning is None else (self._warning,)
         signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
@@ -153,15 +206,10 @@ class JobRun:
         """Until it ends by itself (None), or there is a reason to end it."""
         has_warned = False
         while child.poll() is None:
-            if self._told_to_go.wait(self._pace.poll):
-                return "this machine was told to go"
-            if self._warned.is_set():
-                return f"the job's time limit is {self._order.margin_s / 60:.0f} minutes away"
-            if self._taken is not None:
-                return str(self._taken)
-            left_s = self._order.timeout_s - (self._clock() - self._began)
-            if left_s <= self._order.margin_s:
-                return f"the job's timeout is {left_s / 60:.0f} minutes away"
+            self._told_within(self._pace.poll)
+            if (reason := self._reason()) is not None:
+                return reason
+            left_s = self._left_s()
             if not has_warned and left_s <= 2 * self._order.margin_s:
                 has_warned = True
                 minutes = (left_s - self._order.margin_s) / 60
@@ -172,15 +220,43 @@ class JobRun:
                 self._push_if_new()
         return None
 
+    def _reason(self) -> str | None:
+        """To end the run now."""
+        if self._told_to_go:
+            return "this machine was told to go"
+        if self._warned:
+            return f"the job's time limit is {self._order.margin_s / 60:.0f} minutes away"
+        if self._taken is not None:
+            return str(self._taken)
+        if (left_s := self._left_s()) <= self._order.margin_s:
+            return f"the job's timeout is {left_s / 60:.0f} minutes away"
+        return None
+
+    def _hear(self, number: int, _: object) -> None:
+        if number == self._warning:
+            self._warned = True
+        else:
+            self._told_to_go = True
+
+    def _told_within(self, seconds: float) -> bool:
+        """Whether this machine is told to go; False after so many seconds without."""
+        end = time.monotonic() + seconds
+        while not self._told_to_go and (left_s := end - time.monotonic()) > 0:
+            time.sleep(min(0.1, left_s))
+        return self._told_to_go
+
+    def _left_s(self) -> float:
+        return self._order.timeout_s - (self._clock() - self._began)
+
     def _end(self, child: subprocess.Popen[str], reason: str) -> None:
         """A checkpoint of what is learnt, then Ctrl-C, which closes sandboxes too."""
         self._say(f"ending the run: {reason}")
         if self._taken is None and child.poll() is None:
             checkpoints.request(self._run.checkpoints)
-            wait_s = self._pace.save if self._told_to_go.is_set() else max(self._pace.save, self._order.margin_s / 2)
+            wait_s = self._pace.save if self._told_to_go else max(self._pace.save, self._order.margin_s / 2)
             deadline = time.monotonic() + wait_s
             while checkpoints.is_requested(self._run.checkpoints) and time.monotonic() < deadline:
-                if child.poll() is not None or (self._told_to_go.is_set() and wait_s > self._pace.save):
+                if child.poll() is not None or (self._told_to_go and wait_s > self._pace.save):
                     break
                 time.sleep(0.1)
             if checkpoints.is_requested(self._run.checkpoints):
@@ -221,9 +297,11 @@ class JobRun:
             self._push_at = self._clock() + self._pace.push_apart
         except CopyTaken as error:
             self._taken = error
-        except (JobsError, HarnessTrainerError) as error:
+        except Exception as error:  # whatever a library makes of it: it must not end the training
+            is_known = isinstance(error, JobsError | HarnessTrainerError)
+            said = str(error) if is_known else f"{type(error).__name__}: {error}"
             self._push_at, self._push_failed = self._clock() + self._pace.push_again, True
-            self._say(f"WARNING: the copy could not be made, and is tried again: {error}")
+            self._say(f"WARNING: the copy could not be made, and is tried again: {said}")
 
     def _close(self, code: int) -> int:
         """The last copy: of a run that was ended, or that ended by itself, well or not."""
@@ -242,10 +320,13 @@ class JobRun:
             return TAKEN
         if code == 0:
             return self._finish()
+        self._say_how_to_go_on()
+        return code
+
+    def _say_how_to_go_on(self) -> None:
         if self._pushed_step is not None:
             again = self._again or f"harness-trainer launch hf-jobs resume {os.environ.get('JOB_ID', 'JOB')}"
             self._say(f"to go on after step {self._pushed_step}: {again}")
-        return code
 
     def _finish(self) -> int:
         """The run is over. A result that cannot be kept ends with this machine, and so it is a failure."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +23,40 @@ from harness_trainer.display import Display
 from harness_trainer.engine.config import EngineConfig, find_environment
 from harness_trainer.engine.launch import Engine
 from harness_trainer.engine.prepare import ModelInfo, prepare_model
-from harness_trainer.errors import EngineFailed, GatewayFailed, TrainingFailed
+from harness_trainer.engine.replicas import name_of, port_of, settings_of
+from harness_trainer.errors import EngineFailed, GatewayFailed, Terminated, TrainingFailed
+from harness_trainer.learner import checkpoints
 from harness_trainer.learner.__main__ import LEARNER_ERROR, LearnerSpec
 from harness_trainer.learner.final_model import write_final_model
-from harness_trainer.learner.launch import module_of, on_other_machines, pinned
+from harness_trainer.learner.launch import module_of, num_gpus_here, on_other_machines, pinned
 from harness_trainer.learner.sync_config import LoraSync, NcclSync
 from harness_trainer.learner.trackers import require_trackers
 from harness_trainer.progress import Progress
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
-from harness_trainer.rollouts.config import PipelineSpec, RunnerSpec, Transport
+from harness_trainer.rollouts.config import PipelineSpec, ReplicaSpec, RunnerSpec, Transport
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rundir import RunDir, filesystem_errors, write_atomically
 from harness_trainer.supervision.engine import EnginePart, Startable
+from harness_trainer.supervision.folders import agents_socket, transfer_dir
 from harness_trainer.supervision.gateway import Elsewhere, Gateway
 from harness_trainer.supervision.parts import Part, Parts
 from harness_trainer.supervision.process import PartProcess
 from harness_trainer.supervision.remote import RemoteHost
 from harness_trainer.supervision.remote_engine import RemoteEngine
+from harness_trainer.supervision.replicas import (
+    Entrance,
+    Replica,
+    release_served,
+    require_one_in_containers,
+)
 from harness_trainer.supervision.restarts import Restarts
 from harness_trainer.supervision.way_out import WayOut
 from harness_trainer.workload import Inspector, Workload
-from sandboxes.base import Access
-from sandboxes.docker_volumes import open_to_relays, sockets_root
-from sandboxes.lifecycle import OwnedProcess, claim, default_registry, reap, start_process
+from sandboxes.base import Access, Endpoint
+from sandboxes.lifecycle import OwnedProcess, default_registry, reap, start_process
 
 POLL_S = 0.25
+SAVE_S = 10.0  # for a checkpoint when this machine is told to go; everything is to be closed within as much again
 ENGINE_AGAIN_S = 120.0  # from an engine's death until its next start has begun, back-off included
 
 
@@ -75,28 +84,13 @@ class Supervisor:
         model = prepare_model(config.model, cache_dir(), progress=display.phase)
         store = RolloutStore(run.store)
         stack.callback(store.close)
-        store.forget_engine()  # before anything starts that could take the old one's word
-        engine_url_file = run.internal / "engine_url"
-        engine_url_file.unlink(missing_ok=True)
-        engine = EnginePart(
-            _engine_for(config),
-            lambda settings: self._make_engine(settings, model),
-            store,
-            engine_url_file,
-            status=display.status,
-        )
-        stack.callback(engine.stop)
-        stack.callback(self._way_out.close)
-        stack.callback(self._parts.stop)  # before the line above: the engine ends at the same time as everything else
-        learner = self._start_learner(model, what.longest_s, engine_url_file, self._transfer_dir(stack), store)
-        engine_part, context = self._start_engine(engine)
-        agents_socket = self._agents_socket(stack)
-        gateway = self._start_gateway(
-            engine.url, model.model_id, agents_socket, tokenizer=model.path, transport="generate"
-        )
-        engine.hold = gateway.hold
+        engines = self._engines(_engine_for(config), model, store, stack)
+        on_the_way = transfer_dir(stack, self._registry, run)
+        url_files = [engine.url_file for engine in engines]
+        learner = self._start_learner(model, what.longest_s, url_files, on_the_way, store)
+        replicas, context = self._start_replicas(engines, model, stack)
         self._start_runner(
-            what, model.model_id, context, gateway, agents_socket, store,
+            what, model.model_id, context, replicas, store,
             max_open_groups=config.learner.groups_per_step * (config.learner.max_staleness + 1),
             num_groups=config.learner.groups_per_step * config.learner.max_steps,
             groups_per_step=config.learner.groups_per_step,
@@ -104,11 +98,7 @@ class Supervisor:
             max_dropped_in_a_row=config.learner.max_dropped_in_a_row,
         )  # fmt: skip
 
-        def each_look() -> None:
-            if engine_part.running and store.versions().engine:
-                gateway.release()
-
-        return self._watch(learner, store, each_look)
+        return self._watch(learner, store, lambda: release_served(replicas, store))
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -122,14 +112,14 @@ class Supervisor:
         what: Workload,
         model: str,
         context: int,
-        gateway: Gateway,
-        agents_socket: Path | None,
+        entrances: Sequence[Entrance],
         store: RolloutStore,
         **schedule: Any,
     ) -> None:
         """`schedule`: what the learner will take, as in `RunnerSpec`."""
         config, run = self._config, self._run
-        first = what.specs[0]
+        first, (entrance, *others) = what.specs[0], entrances
+        addresses = entrance.gateway.addresses
         spec = RunnerSpec(
             config=config.rollouts,
             sources=what.specs,
@@ -143,9 +133,16 @@ class Supervisor:
             run_id=run.path.name,
             model=model,
             context=context,
-            access=Access(gateway=self._way_out.endpoint(gateway.addresses["agent_url"], agents_socket, self._parts)),
-            admin_url=gateway.addresses["admin_url"],
+            access=Access(gateway=self._way_out.endpoint(addresses["agent_url"], entrance.agents_socket, self._parts)),
+            admin_url=addresses["admin_url"],
             pipeline=self._pipeline,
+            replicas=[
+                ReplicaSpec(
+                    access=Access(gateway=Endpoint(other.gateway.addresses["agent_url"], other.agents_socket)),
+                    admin_url=other.gateway.addresses["admin_url"],
+                )
+                for other in others
+            ],
             **schedule,
         )
         at_once = config.rollouts.max_concurrent
@@ -160,7 +157,7 @@ class Supervisor:
         self,
         model: ModelInfo,
         longest_s: float,
-        engine_url_file: Path,
+        engine_url_files: Sequence[Path],
         transfer_dir: Path,
         store: RolloutStore,
     ) -> Part:
@@ -172,7 +169,8 @@ class Supervisor:
             store=run.store,
             checkpoints=run.checkpoints,
             metrics=run.metrics,
-            engine_url_file=engine_url_file,
+            engine_url_file=engine_url_files[0],
+            replica_url_files=list(engine_url_files[1:]),
             transfer_dir=transfer_dir,
             keep_weights=run.weights if self._config.keep_weights else None,
             temperature=rollouts.temperature,
@@ -196,32 +194,73 @@ class Supervisor:
         self._parts.start(part)
         return part
 
-    def _spawn(self, name: str, argv: list[str]) -> OwnedProcess:
+    def _spawn(self, name: str, argv: list[str], *, kind: str | None = None) -> OwnedProcess:
+        """`kind` is what its record says it is; None = as its name."""
         # Passive waiting: the learner's threads share their cores with agents and, on a CPU, with the engine.
         # No progress bars: a log's last line is what a person is shown when a part dies.
         ours = {"OMP_WAIT_POLICY": "PASSIVE", "TQDM_DISABLE": "1"}
         env = {**ours, **os.environ, "CAPTURE_PROXY_ADMIN_KEY": self._admin_key}
         return start_process(
-            argv, env=env, cwd=self._run.path, log_path=self._log(name), registry=self._registry, kind=name
+            argv, env=env, cwd=self._run.path, log_path=self._log(name), registry=self._registry, kind=kind or name
         )
 
     def _require_engine(self) -> None:
         """Raises SetupError when there is nothing to start an engine with: no environment here, no container there."""
+        require_one_in_containers(self._config.engine.replicas)
         host = RemoteHost.find("engine")
         if host is None:
-            find_environment(self._config.engine)
+            self._settings_of_each(self._config.engine)
         else:
             host.address()
 
-    def _make_engine(self, settings: EngineConfig, model: ModelInfo) -> Startable:
-        host, log = RemoteHost.find("engine"), self._log("engine")
+    def _engines(
+        self, config: EngineConfig, model: ModelInfo, store: RolloutStore, stack: ExitStack
+    ) -> list[EnginePart]:
+        """Every replica of the engine, not started yet; all parts of the run end with `stack`."""
+        engines = []
+        store.forget_engines(config.replicas)  # before anything starts that could take the old ones' word
+        for number, own in enumerate([config] if config.replicas == 1 else self._settings_of_each(config)):
+            url_file = self._run.internal / name_of("engine_url", number)
+            url_file.unlink(missing_ok=True)
+            make = partial(self._make_engine, model=model, replica=number)
+            status = self._display.status if number == 0 else lambda text: None
+            engines.append(EnginePart(own, make, store, url_file, status=status, replica=number))
+            stack.callback(engines[-1].stop)
+        stack.callback(self._way_out.close)
+        stack.callback(self._parts.stop)  # before the lines above: the engine ends at the same time as everything else
+        return engines
+
+    def _settings_of_each(self, config: EngineConfig) -> list[EngineConfig]:
+        return settings_of(config, find_environment(config).kind, num_learner_gpus=self._num_learner_gpus)
+
+    @property
+    def _num_learner_gpus(self) -> int:
+        return num_gpus_here(self._config.learner)
+
+    def _start_replicas(
+        self, engines: Sequence[EnginePart], model: ModelInfo, stack: ExitStack
+    ) -> tuple[list[Replica], int]:
+        """Engines and gateways, started; with them the engines' window in tokens."""
+        parts, context = self._start_engines(engines)
+        replicas = []
+        for engine, part in zip(engines, parts, strict=True):
+            socket = self._agents_socket(stack)
+            gateway = self._start_gateway(
+                engine.url, model.model_id, socket, tokenizer=model.path, transport="generate", replica=engine.replica
+            )
+            engine.hold = gateway.hold
+            replicas.append(Replica(gateway, socket, engine, part))
+        return replicas, context
+
+    def _make_engine(self, settings: EngineConfig, *, model: ModelInfo, replica: int) -> Startable:
+        host, log = RemoteHost.find("engine"), self._log(name_of("engine", replica))
         if host is None:
             return Engine(settings, model=model, log_path=log, registry=self._registry)
         return RemoteEngine(host, settings, model=model, folder=self._run.internal, log_path=log)
 
-    def _spawn_gateway(self, host: RemoteHost | None, argv: list[str]) -> PartProcess:
+    def _spawn_gateway(self, host: RemoteHost | None, name: str, argv: list[str]) -> PartProcess:
         if host is None:
-            return self._spawn("gateway", argv)
+            return self._spawn(name, argv, kind="gateway")
         # Of this container's variables it gets its keys and no other: they hold a person's secrets.
         keys = {name: os.environ[name] for name in ("CAPTURE_PROXY_ENGINE_KEY",) if name in os.environ}
         env = {**keys, "CAPTURE_PROXY_ADMIN_KEY": self._admin_key}
@@ -230,27 +269,39 @@ class Supervisor:
     def _log(self, name: str) -> Path:
         return self._run.logs / f"{name}.log"
 
-    def _start_engine(self, engine: EnginePart) -> tuple[Part, int]:
-        """Start the engine, prove that it can be trained from, tell the learner; its part and its window."""
+    def _start_engines(self, engines: Sequence[EnginePart]) -> tuple[list[Part], int]:
+        """Start the engines, prove that they can be trained from, tell the learner; their parts and their window."""
         from harness_trainer.engine.check import require_trainable
 
-        part = Part(
-            "engine", self._log("engine"), EngineFailed, engine.launch, on_death=engine.lost, give_up=engine.stop
-        )
-        self._parts.start(part)
-        capabilities = require_trainable(engine.url)
-        self._display.phase(f"engine serves {capabilities.model}, window {capabilities.max_model_len} tokens")
-        if capabilities.max_model_len is None:
+        names = [name_of("engine", engine.replica) for engine in engines]
+        parts = [
+            Part(name, self._log(name), EngineFailed, engine.launch, on_death=engine.lost, give_up=engine.stop)
+            for name, engine in zip(names, engines, strict=True)
+        ]
+        self._parts.start_together(parts)
+        found = [require_trainable(engine.url) for engine in engines]
+        num = f"{len(engines)} replicas of the engine serve" if len(engines) > 1 else "engine serves"
+        window = found[0].max_model_len
+        self._display.phase(f"{num} {found[0].model}, window {window} tokens")
+        if window is None:
             raise EngineFailed("the engine does not report its window (max_model_len); use a vLLM that does")
-        engine.announce()
-        return part, capabilities.max_model_len
+        for engine in engines:
+            engine.announce()
+        return parts, window
 
     def _start_gateway(
-        self, engine_url: str, model: str, agents_socket: Path | None, *, tokenizer: Path | None, transport: Transport
+        self,
+        engine_url: str,
+        model: str,
+        agents_socket: Path | None,
+        *,
+        tokenizer: Path | None,
+        transport: Transport,
+        replica: int = 0,
     ) -> Gateway:
         """`tokenizer` None, `transport` "auto": of an engine of which nothing is known but its address."""
-        config = self._config.gateway
-        way = self._pipeline = PipelineSpec(
+        config, name = self._config.gateway, name_of("gateway", replica)
+        way = PipelineSpec(
             engine_url=engine_url,
             model=model,
             transport=transport,
@@ -261,6 +312,7 @@ class Supervisor:
             thinking_retention=config.thinking_retention,
             engine_patience_s=config.engine_patience_s,
         )
+        self._pipeline = self._pipeline or way
         argv = [sys.executable, "-m", "capture_proxy", "--engine-url", way.engine_url, "--store", str(self._run.store)]
         argv += ["--model", way.model, "--transport", way.transport]
         argv += ["--bridging", way.bridging, "--renderer", way.renderer]
@@ -271,49 +323,53 @@ class Supervisor:
             argv += ["--adapters"]
         if agents_socket is not None:
             argv += ["--agent-socket", str(agents_socket)]
+        if replica:
+            argv += ["--name", name]
         host = RemoteHost.find("gateway")
         gateway = Gateway(
             argv,
-            lambda command: self._spawn_gateway(host, command),
+            lambda command: self._spawn_gateway(host, name, command),
             key=self._admin_key,
-            port=config.port,
-            ready_file=self._run.internal / "gateway.json",
-            log=self._log("gateway"),
+            port=port_of(config.port, replica),
+            ready_file=self._run.internal / f"{name}.json",
+            log=self._log(name),
             elsewhere=None if host is None else Elsewhere(host.address(), host.folder / "admin.sock"),
         )
-        self._parts.start(Part("gateway", self._log("gateway"), GatewayFailed, gateway.launch, give_up=gateway.give_up))
+        self._parts.start(Part(name, self._log(name), GatewayFailed, gateway.launch, give_up=gateway.give_up))
         self._display.phase(f"capture gateway for agents at {gateway.addresses['agent_url']}")
         return gateway
 
     def _agents_socket(self, stack: ExitStack) -> Path | None:
-        """Where the gateway listens for sealed containers: their relay gets this socket's folder and nothing else.
-
-        The folder above keeps this machine's other users out; it is short, as a socket's path must be.
-        """
+        """None = no sandbox of the run needs one."""
         if self._config.sandbox.type != "docker":
             return None
-        owned = claim(self._registry, "sockets", run_id=self._run.path.name)
-        stack.callback(owned.release)
-        folder = owned.make_folder(sockets_root()) / "agents"
-        stack.callback(shutil.rmtree, folder.parent, ignore_errors=True)
-        folder.mkdir()
-        folder.chmod(0o711)
-        open_to_relays(folder.parent)
-        return folder / "gateway.sock"
-
-    def _transfer_dir(self, stack: ExitStack) -> Path:
-        """A folder for weights on their way to the engine, in memory where there is a /dev/shm; gone with the run."""
-        shm = Path("/dev/shm")
-        owned = claim(self._registry, "weights", run_id=self._run.path.name)
-        stack.callback(owned.release)
-        folder = owned.make_folder(shm if os.access(shm, os.W_OK) else self._run.internal)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        return folder
+        return agents_socket(stack, self._registry, self._run)
 
     # -- watching ------------------------------------------------------------------------------------------------
 
     def _watch(self, learner: Part, store: RolloutStore, each_look: Callable[[], None]) -> list[dict[str, Any]]:
-        """Until the learner is done and its last policy is evaluated: show progress, start again what dies."""
+        """Until the learner is done and its last policy is evaluated; what is learnt is saved if that is cut short."""
+        try:
+            return self._until_over(learner, store, each_look)
+        except Terminated:
+            self._save(learner)
+            raise
+
+    def _save(self, learner: Part) -> None:
+        """If the learner can within some seconds: it can while it waits for groups, or when a step ends."""
+        folder, process = self._run.checkpoints, learner.process
+        if process is None or not learner.running or learner.finished:
+            return
+        self._display.phase(f"told to end: a checkpoint first, if there can be one within {SAVE_S:g} s")
+        checkpoints.request(folder)
+        deadline = time.monotonic() + SAVE_S
+        while checkpoints.is_requested(folder) and process.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if checkpoints.is_requested(folder):
+            self._display.phase("no checkpoint could be made in the middle of a step: the last one counts")
+
+    def _until_over(self, learner: Part, store: RolloutStore, each_look: Callable[[], None]) -> list[dict[str, Any]]:
+        """Show progress, start again what dies."""
         while True:
             is_over = learner.finished and not self._is_evaluating(store)
             self._progress.show_new_steps()

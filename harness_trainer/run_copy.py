@@ -72,17 +72,25 @@ def _staged_checkpoint(run: RunDir, stage: Path) -> Path | None:
         if source is None:
             return None
         target = stage / "checkpoints" / source.name
-        try:
-            shutil.copytree(source, target, copy_function=_link)
-        except (FileNotFoundError, shutil.Error):
-            pass  # it was being removed: a newer one is there
-        else:
-            if last_checkpoint(target.parent) == target:
-                return target
-        shutil.rmtree(target.parent, ignore_errors=True)
+        with filesystem_errors(run.path):
+            try:
+                shutil.copytree(source, target, copy_function=_link)
+            except (FileNotFoundError, shutil.Error) as error:
+                if last_checkpoint(source.parent) == source:  # else it was being removed: a newer one is there
+                    raise OSError(f"{source.name} cannot be copied: {_first(error)}") from error
+            else:
+                if last_checkpoint(target.parent) == target:
+                    return target
+            shutil.rmtree(target.parent, ignore_errors=True)
     raise RunDirError(
         f"the checkpoints in {run.checkpoints} come and go faster than they can be copied: raise save_steps"
     )
+
+
+def _first(error: OSError) -> str:
+    """`shutil` collects what went wrong with each file."""
+    found = error.args[0] if isinstance(error, shutil.Error) else None
+    return str(found[0][-1]) if isinstance(found, list) and found else str(error)
 
 
 def _link(source: str, target: str) -> None:

@@ -12,13 +12,14 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from harness_trainer.errors import RunDirError
+from harness_trainer.errors import HarnessTrainerError, RunDirError
 
 MIN_FREE_BYTES = 200_000_000
+_LOCK_TRIES, _LOCK_AGAIN_S = 4, 0.05
 
 
 class RunDir:
@@ -51,13 +52,35 @@ class RunDir:
             self._take_lock(lock)
             self._check_space()
             self._check_config(config, may_change)
-            yield
+            try:
+                yield
+            except HarnessTrainerError as error:
+                with suppress(RunDirError):  # what ended the run is to be told, not that it cannot be noted
+                    self.event("failed", reason=str(error))
+                raise
+
+    def is_held(self) -> bool:
+        """Whether a live run has the folder. It takes the lock for a moment, shared; nothing is written."""
+        try:
+            with (self.internal / "lock").open("r") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once, with the file
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+        return False
 
     def _take_lock(self, lock: IO[str]) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunDirError(f"another run is using {self.path}: wait for it, or give another --run-dir") from error
+        for is_last in (*[False] * _LOCK_TRIES, True):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if is_last:
+                    raise RunDirError(
+                        f"another run is using {self.path}: wait for it, or give another --run-dir"
+                    ) from error
+            time.sleep(_LOCK_AGAIN_S)  # it may be somebody who only looks (`is_held`)
 
     def _check_space(self) -> None:
         free = shutil.disk_usage(self.path).free

@@ -2,7 +2,8 @@
 
 Owns which there are, where an installed package keeps them, and how they are made. A checkout has them at its root,
 made by `make setup`; everybody else by `harness-trainer setup`. `announce` tells the rest of the program by the
-variables that it reads anyway, so that nobody else knows of this. Called by the command line only.
+variables that it reads anyway, so that nobody else knows of this. Called by the command line; `harnesses` asks for
+Pythons, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,17 +136,34 @@ def _base(environment: SideEnvironment) -> str:
     """A Python of the version that it must have. Raises SetupError."""
     if environment.python is None:
         return sys.executable
-    for name in (f"python{environment.python}", sys.executable):
-        found = shutil.which(name)
-        if found is None:
-            continue
+    for found in python_candidates(environment.python):
         asked = subprocess.run([found, "-c", _VERSION], capture_output=True, text=True, check=False)
         if asked.returncode == 0 and asked.stdout.strip() == environment.python:
             return found
     raise SetupError(
-        f"{environment.about} needs Python {environment.python} with ensurepip: install it, so that"
-        f" `python{environment.python}` is found, or name an environment that has it in {environment.variable}"
+        f"{environment.about}: they need a Python {environment.python} with ensurepip, and none that works was found on"
+        f" PATH or in pyenv: install it (apt-get install python{environment.python}-venv, or pyenv install"
+        f" {environment.python}), or name an environment that has Harbor in {environment.variable}"
     )
+
+
+def python_candidates(minor: str) -> Iterator[str]:
+    """Interpreters that may be of that minor version, unasked: ours, those on PATH, pyenv's from the newest."""
+    if minor == f"{sys.version_info.major}.{sys.version_info.minor}":
+        yield sys.executable
+    seen = set()
+    for folder in os.get_exec_path():
+        found = shutil.which(f"python{minor}", path=folder)
+        if found and found not in seen:
+            seen.add(found)
+            yield found
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    installed = [path for path in pyenv.glob(f"{minor}.*/bin/python{minor}") if os.access(path, os.X_OK)]
+    yield from map(str, sorted(installed, key=lambda path: _numbers(path.parents[1].name), reverse=True))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) if part.isdecimal() else -1 for part in version.split(".")]  # 3.12.10 is newer than 3.12.9
 
 
 def _run(argv: Sequence[str]) -> None:

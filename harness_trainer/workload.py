@@ -31,6 +31,7 @@ from harness_trainer.rollouts.boxes import check_tasks
 from harness_trainer.rollouts.budget import Limits
 from harness_trainer.rollouts.config import RolloutConfig, SourceSpec
 from harness_trainer.rollouts.mix import load_mix, pin_harness
+from harness_trainer.rollouts.on_ray.precheck import require_cluster, require_possible
 from harness_trainer.rollouts.sources import naming
 from harness_trainer.tasks import Task, load_tasks, pin_tasks
 
@@ -151,8 +152,13 @@ class Inspector:
         harness = source.harness or str(SamplingConfig.model_fields["harness"].default)
         mix = load_mix(harness, [*tasks, *kept], settings)
         require_way_out(self.config)
-        asyncio.run(check_tasks([*tasks, *kept], self.config.sandbox, run_id=self.run_id, registry=self.registry))
-        bins = {name: ensure_installed(agent, cache_dir(), self.say) for name, agent in mix.harnesses.items()}
+        if settings.executor == "ray":  # sandboxes and programs are the nodes', and each looks for itself
+            require_possible([*tasks, *kept], mix.harnesses.values(), self.config.sandbox, self.config.engine.replicas)
+            self.say(require_cluster(settings.ray, settings.max_concurrent))
+            bins = dict.fromkeys(mix.harnesses, Path("/usr/bin"))
+        else:
+            asyncio.run(check_tasks([*tasks, *kept], self.config.sandbox, run_id=self.run_id, registry=self.registry))
+            bins = {name: ensure_installed(agent, cache_dir(), self.say) for name, agent in mix.harnesses.items()}
         made = _spec(source, settings, source.env, spec, pin_harness(harness), bins=bins, evaluation=evaluation)
         return Inspected(made, tasks, kept, list(bins))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -45,7 +46,10 @@ class Copies(Protocol):
 
 
 class HubCopy:
-    """Below `folder` of a model repository. A push is one commit on top of the one that was seen last."""
+    """Below `folder` of a model repository. A push is one commit on top of the one that was seen last.
+
+    A commit may be made and its answer lost (large ones take long): each says who wrote it, so that it is known again.
+    """
 
     def __init__(self, api: HfApi, repo_id: str, folder: str) -> None:
         self._api = api
@@ -53,6 +57,8 @@ class HubCopy:
         self._folder = folder.strip("/")
         self._seen: dict[str, tuple[int, str]] = {}  # path below the folder -> size and time of what was pushed
         self._head: str | None = None  # None = not looked yet
+        self._writer = f"writer {secrets.token_hex(8)}"
+        self._is_unsure = False  # whether our last commit was made
 
     @property
     def where(self) -> str:
@@ -79,7 +85,7 @@ class HubCopy:
         return True
 
     def push(self, files: Mapping[str, Path], message: str) -> str:
-        head = self._head or self._look()
+        head = self._settled() if self._is_unsure else self._head or self._look()
         there = self._files(head)
         marks = {path: _mark(file) for path, file in files.items()}
         # A file that was pushed and has not changed since is not read again.
@@ -97,18 +103,43 @@ class HubCopy:
         for _ in range(_TRIES):
             head = self._head or self._look()
             try:
+                self._is_unsure = True
                 self._head = self._commit_on(head, new, gone, message)
+                self._is_unsure = False
                 return
             except JobsError as error:
                 cause = error.__cause__
                 if not isinstance(cause, HfHubHTTPError) or cause.response.status_code not in (409, 412):
                     raise
+                self._is_unsure = False
                 if self._files(self._look()) != self._files(head):
-                    raise CopyTaken(
-                        f"{self.where} was changed by somebody else: is another job of this run alive? "
-                        "`harness-trainer launch hf-jobs ls` shows them"
-                    ) from error
+                    raise self._taken() from error
         raise JobsError(f"{self._repo_id} changed under each of {_TRIES} pushes: keep fewer runs in one repository")
+
+    def _settled(self) -> str:
+        """The commit to go on from when our last one may have been made or not. Raises CopyTaken."""
+        before, head = str(self._head), self._look()
+        if self._files(head) != self._files(before) and not self._is_own(head, before):
+            self._head = before
+            raise self._taken()
+        self._is_unsure = False
+        return head
+
+    def _is_own(self, head: str, before: str) -> bool:
+        """Whether what the folder holds at `head` is of a commit that this object has made since `before`."""
+        what = f"the repository {self._repo_id}"
+        for commit in asked(lambda: list(self._api.list_repo_commits(self._repo_id, revision=head)), what):
+            if commit.commit_id == before:
+                return False
+            if self._writer in commit.message:
+                return self._files(commit.commit_id) == self._files(head)
+        return False
+
+    def _taken(self) -> CopyTaken:
+        return CopyTaken(
+            f"{self.where} was changed by somebody else: is another job of this run alive? "
+            "`harness-trainer launch hf-jobs ls` shows them"
+        )
 
     def _commit_on(self, head: str, new: Mapping[str, Path], gone: list[str], message: str) -> str:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -118,7 +149,13 @@ class HubCopy:
             *(CommitOperationAdd(f"{self._folder}/{path}", str(file)) for path, file in sorted(new.items())),
         ]
         done = asked(
-            lambda: self._api.create_commit(self._repo_id, operations, commit_message=message, parent_commit=head),
+            lambda: self._api.create_commit(
+                self._repo_id,
+                operations,
+                commit_message=message,
+                commit_description=self._writer,
+                parent_commit=head,
+            ),
             f"the copy in {self._repo_id}",
         )
         return str(done.oid)

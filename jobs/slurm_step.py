@@ -120,7 +120,7 @@ class _Child:
 
     def start(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
         self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
-        for number in self.told:  # while there was none
+        for number in tuple(self.told):  # while there was none; another may come meanwhile
             self._process.send_signal(number)
         return self._process
 

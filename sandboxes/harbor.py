@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from sandboxes.harbor_sandbox import HarborSandbox
 
 PYTHON_VARIABLE = "HARNESS_TRAINER_HARBOR_PYTHON"
+SETUP = "run `harness-trainer setup harbor` (in a checkout: `make setup-harbor`)"
+_OF_CHECKOUT = Path(__file__).parents[1] / ".venv-harbor" / "bin" / "python"
 _LIMITS = frozenset({"cpus", "memory_mb", "disk_mb", "deadline_s"})
 
 
@@ -89,11 +91,11 @@ class HarborBackend:
         return self
 
     def _python(self) -> Path:
-        own = self.config.python or os.environ.get(PYTHON_VARIABLE)
+        own = self.config.python or os.environ.get(PYTHON_VARIABLE) or (_OF_CHECKOUT if _OF_CHECKOUT.exists() else None)
         if not own:
             raise SandboxError(
-                "harbor sandboxes need a Python 3.12 with harbor (python3.12 -m venv DIR; DIR/bin/pip install harbor):"
-                f" name it in {PYTHON_VARIABLE} or --sandbox.python"
+                f"harbor sandboxes need a Python 3.12 with harbor: {SETUP}, or name one in {PYTHON_VARIABLE} or"
+                " --sandbox.python"
             )
         found = shutil.which(str(own))
         if found is None:

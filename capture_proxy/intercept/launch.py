@@ -172,8 +172,8 @@ def find_python(config: InterceptConfig) -> Path:
     python = named or Path(__file__).parents[2] / ".venv-intercept" / "bin" / "python"
     if not os.access(python, os.X_OK):
         raise InterceptError(
-            f"the interception environment is missing ({python} does not exist): run `make setup-intercept`, "
-            f"or name its python in {PYTHON_VARIABLE}"
+            f"the interception environment is missing ({python} does not exist): run `harness-trainer setup "
+            f"intercept` (in a checkout: `make setup-intercept`), or name its python in {PYTHON_VARIABLE}"
         )
     return python
 

@@ -6,7 +6,6 @@ and are read one at a time, by `tokens`.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import defaultdict
 from contextlib import suppress
@@ -81,7 +80,7 @@ def read_records(run_dir: Path) -> Records:
     run = RunDir(run_dir)
     if not run.store.exists() or not run.config.exists():
         raise RunDirError(f"{run_dir} holds no run (no store.sqlite or config.yaml): give the folder of a run")
-    is_live = _is_held(run.internal / "lock")
+    is_live = run.is_held()
     rollouts, learner, sources = _configs(run.config)
     max_steps = 0 if learner is None else learner.max_steps
     # The store last: whatever a live run has written elsewhere by now is known to it, and not the reverse.
@@ -125,17 +124,6 @@ def _trained(stored: Stored) -> dict[int, list[int]]:
         if group.trained_step is not None:
             trained[group.trained_step].append(group_id)
     return dict(trained)
-
-
-def _is_held(lock: Path) -> bool:
-    if not lock.exists():
-        return False
-    with lock.open("r") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once, with the file
-        except OSError:
-            return True
-    return False
 
 
 def _configs(path: Path) -> tuple[RolloutConfig, LearnerConfig | None, list[str]]:

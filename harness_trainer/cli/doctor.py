@@ -23,8 +23,8 @@ def run(argv: Sequence[str]) -> int:
 
     options, run_arguments = _parser().parse_known_args(argv)
     if options.before_run or options.what is not None:
-        config, run_dir = _of_run(options.what or "train", run_arguments)
-        checks = check_run(config, run_dir, os.environ)
+        config, run_dir, engine_url = _of_run(options.what or "train", run_arguments)
+        checks = check_run(config, run_dir, os.environ, engine_url=engine_url)
     else:
         if run_arguments:
             _parser().error(f"unrecognized arguments: {' '.join(run_arguments)} (for one run: doctor train ...)")
@@ -53,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _of_run(command: str, argv: Sequence[str]) -> tuple[RunConfig, Path]:
-    """The config that the command would have, and its run folder. Raises ConfigError."""
+def _of_run(command: str, argv: Sequence[str]) -> tuple[RunConfig, Path, str | None]:
+    """The config that the command would have, its run folder, and an engine that serves already. Raises ConfigError."""
     from harness_trainer.cli.flags import add_flags, resolve
     from harness_trainer.config import CollectConfig, RunConfig
 
@@ -69,7 +69,9 @@ def _of_run(command: str, argv: Sequence[str]) -> tuple[RunConfig, Path]:
     add_flags(parser, model, {})
     options = parser.parse_args(argv)
     config = resolve(model, options, {}, options.config)
-    return config.as_run() if isinstance(config, CollectConfig) else config, options.run_dir
+    if isinstance(config, CollectConfig):
+        return config.as_run(), options.run_dir, config.engine_url
+    return config, options.run_dir, None
 
 
 def _show(checks: Sequence[Check]) -> None:

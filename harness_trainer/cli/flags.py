@@ -23,6 +23,9 @@ from harness_trainer.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 
+# Second names of flags.
+_SHORT = {"rollouts.executor": "--executor", "rollouts.ray.address": "--ray-address"}
+
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
@@ -48,8 +51,14 @@ def add_flags(
         shown = leaf.defaults or ("" if empty else _text(default))
         help_text = f"{leaf.about} (default: {shown})" if shown else leaf.about
         name = leaf.path.split(".")[-1].upper()
+        short = [_SHORT[leaf.path]] if leaf.path in _SHORT else []
         parser.add_argument(
-            leaf.flag, dest=leaf.path, default=None, metavar=name, help=help_text.strip().replace("%", "%%") or None
+            leaf.flag,
+            *short,
+            dest=leaf.path,
+            default=None,
+            metavar=name,
+            help=help_text.strip().replace("%", "%%") or None,
         )
 
 

@@ -63,7 +63,7 @@ def _finish() -> None:
         if host is not None:
             host.finish()
             # The socket proxy ends with its socket. Sandboxes are gone by now.
-            host.folder.joinpath("docker.sock").unlink(missing_ok=True)
+            host.folder.with_name("docker").joinpath("docker.sock").unlink(missing_ok=True)
 
 
 def _say_where_to_look(arguments: Sequence[str]) -> None:
@@ -73,6 +73,7 @@ def _say_where_to_look(arguments: Sequence[str]) -> None:
         f"  docker compose exec SERVICE harness-trainer traces ls --run-dir {run_dir}    (SERVICE: trainer-cpu, ...)",
         f"  docker compose exec SERVICE tail -f {run_dir}/metrics.jsonl",
         f"  docker compose cp SERVICE:{run_dir} .    also when it has ended",
+        "  docker compose --profile view up view    the same in a browser",
         "Ctrl-C stops it; `docker compose up` continues it.",
     ]
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -127,6 +127,12 @@ def asked_of(options: argparse.Namespace) -> Asked:
         raise ConfigError("give --image (with harness-trainer and its engine in it), or --package for uv to install")
     if not _NAME.fullmatch(options.run):
         raise ConfigError(f"--run {options.run!r}: use letters, digits, - and _")
+    for package in options.package:
+        if re.search(r"https?://[^/@\s]+@", package):
+            raise ConfigError(
+                "--package: the address has a name or a token in it, and whoever sees the job sees its command: give a "
+                "package that can be had without, or an --image"
+            )
     _check_places(options)
     proxied, config = _opened(config)
     _check_config(config)

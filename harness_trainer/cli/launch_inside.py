@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from jobs.copies import Copies
 
 TRAIN = (sys.executable, "-m", "harness_trainer.cli", "train")
+CHECK = (sys.executable, "-m", "harness_trainer.cli", "doctor", "--before-run", "train")  # before it, with the same
 _ADDRESS_S = 120.0  # for the service to say where the job's port is reached
 
 
-def run(argv: Sequence[str], *, train: Sequence[str] = TRAIN) -> int:
+def run(argv: Sequence[str], *, train: Sequence[str] = TRAIN, check: Sequence[str] = CHECK) -> int:
+    began = time.time()
     parser = argparse.ArgumentParser(prog="harness-trainer launch inside")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the run, on a disk of this machine")
     options = parser.parse_args(argv)
@@ -36,13 +38,16 @@ def run(argv: Sequence[str], *, train: Sequence[str] = TRAIN) -> int:
     try:
         prepare(order)
         order = order.model_copy(update={"config": with_address(order, os.environ)})
+        spent_s = max(time.time() - began, age_of_job(order, os.environ))
         return JobRun(
             order,
             copies_of(order),
             RunDir(options.runs / order.run),
             train=train,
+            check=check,
             mask=mask,
             publish=None if order.final is None else lambda folder: _publish(order, folder),
+            spent_s=spent_s,
         ).go()
     except JobsError as error:
         raise SetupError(mask(str(error))) from error
@@ -96,6 +101,27 @@ def with_address(order: JobOrder, environ: Mapping[str, str], *, within_s: float
         if time.monotonic() > deadline:
             raise JobsError(f"the service names no address for port {order.proxied_port}: launch with another --expose")
         time.sleep(2.0)
+
+
+def age_of_job(order: JobOrder, environ: Mapping[str, str]) -> float:
+    """Seconds since the service started this job: its timeout counts what was installed before this process too.
+
+    0 where the service does not say, or says what cannot be.
+    """
+    from jobs.errors import JobsError
+    from jobs.hf import client, inspect, namespace_of
+
+    job_id = environ.get("JOB_ID")
+    if not job_id:
+        return 0.0
+    try:
+        api = client()
+        started_at = inspect(api, job_id, namespace_of(api, order.namespace)).started_at
+    except JobsError as error:
+        print(f"[job] WARNING: when this job was started is not known: {error}", file=sys.stderr, flush=True)
+        return 0.0
+    age_s = 0.0 if started_at is None else time.time() - started_at.timestamp()
+    return age_s if 0 < age_s < order.timeout_s else 0.0  # else one of the two clocks is wrong
 
 
 def _publish(order: JobOrder, folder: Path) -> str:

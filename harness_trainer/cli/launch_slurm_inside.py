@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from harness_trainer.cli.launch_inside import TRAIN
+from harness_trainer.cli.launch_inside import CHECK, TRAIN
 from harness_trainer.cli.launch_slurm_order import SlurmOrder, missing_secrets, read_order
 from harness_trainer.doctor.secrets import ONE_LINE
 from harness_trainer.errors import ConfigError, SetupError
@@ -25,7 +25,7 @@ from harness_trainer.job_order import JobOrder
 WARNING = signal.SIGUSR2
 
 
-def run(argv: Sequence[str], *, train: Sequence[str] = TRAIN) -> int:
+def run(argv: Sequence[str], *, train: Sequence[str] = TRAIN, check: Sequence[str] = CHECK) -> int:
     parser = argparse.ArgumentParser(prog="harness-trainer launch inside-slurm")
     parser.add_argument("order", type=Path, help="file that `harness-trainer launch slurm` has written")
     options = parser.parse_args(argv)
@@ -56,6 +56,7 @@ def run(argv: Sequence[str], *, train: Sequence[str] = TRAIN) -> int:
             None if order.scratch is None else FolderCopy(kept),
             RunDir(kept if order.scratch is None else scratch_of(order.scratch, os.environ) / order.run),
             train=train,
+            check=check,
             mask=mask,
             warning=WARNING,
             again=order.again,

@@ -314,6 +314,7 @@ def _check(order: SlurmOrder, config: RunConfig) -> None:
     ):
         if number is not None and number < least:
             raise ConfigError(f"--{name} {number}: give {least} or more")
+    _check_gpus(order, config)
     if order.nodes == 1:
         return
     if order.scratch is not None:
@@ -322,4 +323,17 @@ def _check(order: SlurmOrder, config: RunConfig) -> None:
         raise ConfigError(
             f"--nodes {order.nodes}: learner.num_processes {config.learner.num_processes} must be a multiple of it, "
             "because every node has as many of the learner's processes"
+        )
+
+
+def _check_gpus(order: SlurmOrder, config: RunConfig) -> None:
+    """Every replica of the engine is on the first node, beside that node's share of the learner. Raises ConfigError."""
+    engine, learner = config.engine, config.learner
+    if order.gpus is None or engine.replicas == 1 or engine.gpus is not None or learner.device == "cpu":
+        return
+    wanted = engine.replicas * engine.tensor_parallel_size + max(1, learner.num_processes // max(1, order.nodes))
+    if order.gpus < wanted:
+        raise ConfigError(
+            f"--gpus {order.gpus}: the engine's {engine.replicas} replicas and the learner take {wanted} on the first"
+            " node, where all replicas run: give more, or lower engine.replicas"
         )

@@ -26,6 +26,7 @@ def _engine(argv: Sequence[str]) -> int:
     from harness_trainer.engine.config import EngineConfig
     from harness_trainer.engine.launch import Engine
     from harness_trainer.engine.prepare import prepare_model
+    from harness_trainer.errors import ConfigError
     from sandboxes.lifecycle import default_registry, reap
 
     usage = "harness-trainer serve engine [options]"
@@ -36,6 +37,10 @@ def _engine(argv: Sequence[str]) -> int:
     add_flags(parser, EngineConfig, {"port": 8000})
     options = parser.parse_args(argv)
     config = resolve(EngineConfig, options, {"port": 8000}, options.config)
+    if config.replicas > 1:
+        raise ConfigError(
+            "replicas are of a run (`train --engine.replicas`): here, start each with a --port of its own"
+        )
     registry = default_registry()
     with Display() as display:
         reap(registry)

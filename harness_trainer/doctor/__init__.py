@@ -2,7 +2,8 @@
 
 Owns which checks there are. Each is a plain function that asks little, changes nothing and never raises for what it
 finds: `machine` (this computer), `parts` (engine, gateway, ports), `fitting` (the model), `containers` (the Docker
-engine), `secrets`. Called by `harness-trainer doctor` and, before a run, by the trainer's container.
+engine), `secrets`, `sources` (tasks, agents, environments). Called by `harness-trainer doctor` and, before a run, by
+the trainer's container and by the process in a job.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness_trainer.config import RunConfig
-from harness_trainer.doctor import containers, fitting, machine, parts, secrets
+from harness_trainer.doctor import containers, fitting, machine, parts, secrets, sources
 from harness_trainer.doctor.base import Check
 
 __all__ = ["Check", "check_machine", "check_run"]
@@ -33,9 +34,16 @@ def check_machine() -> list[Check]:
     ]
 
 
-def check_run(config: RunConfig, run_dir: Path, environ: Mapping[str, str]) -> list[Check]:
-    """The same for one run: what it needs is required, what it does not is left out."""
-    in_docker = config.sandbox.type == "docker"
+def check_run(
+    config: RunConfig, run_dir: Path, environ: Mapping[str, str], *, engine_url: str | None = None
+) -> list[Check]:
+    """The same for one run: what it needs is required, what it does not is left out.
+
+    `engine_url`: of an engine that serves already, which takes the place of one of ours.
+    """
+    if engine_url is not None:
+        found = [machine.platform(), *parts.gateway(), machine.disk(run_dir, None), sources.listens(engine_url)]
+        return found + _of_rollouts(config, environ)
     model = fitting.local_folder(config)
     found = [
         machine.platform(),
@@ -45,10 +53,12 @@ def check_run(config: RunConfig, run_dir: Path, environ: Mapping[str, str]) -> l
         machine.disk(run_dir, model),
         machine.shared_memory(model),
         fitting.fits(config, model),
-        *secrets.check(config, environ),
     ]
     if environ.get(machine.PROFILE, "cpu") != "cpu":
         found.append(machine.gpu(wanted=True))
-    if in_docker:
-        found += containers.engine(wanted=True, config=config)
-    return found
+    return found + _of_rollouts(config, environ)
+
+
+def _of_rollouts(config: RunConfig, environ: Mapping[str, str]) -> list[Check]:
+    found = [*secrets.check(config, environ), *sources.check(config, environ)]
+    return found + (containers.engine(wanted=True, config=config) if sources.needs_docker(config) else [])

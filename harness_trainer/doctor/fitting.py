@@ -44,7 +44,8 @@ def fits(config: RunConfig, model: Path | None) -> Check:
         return Check(_NAME, False, "not known", str(error))
     gpus = None if config.learner.device == "cpu" else gpu_memory()
     if gpus is None:
-        return _judged(_engine(config, number, 4) + _learner(config, number), _memory(), "this machine")
+        engines = _engine(config, number, 4) * config.engine.replicas
+        return _judged(engines + _learner(config, number), _memory(), "this machine")
     engine = _engine(config, number, 2) // config.engine.tensor_parallel_size
     learner = _learner(config, number) // config.learner.num_processes  # if it is sharded: else more
     if len(gpus) == 1:

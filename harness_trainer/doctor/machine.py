@@ -24,7 +24,12 @@ def platform() -> Check:
 
 def python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Check("Python 3.11 or newer", sys.version_info >= (3, 11), version, "make PYTHON=python3.11 setup")
+    return Check(
+        "Python 3.11 or newer",
+        sys.version_info >= (3, 11),
+        version,
+        "install Python 3.11 or newer and make the environment anew with it",
+    )
 
 
 def gpu(*, wanted: bool) -> Check:

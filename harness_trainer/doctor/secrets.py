@@ -102,7 +102,7 @@ def spoiled(name: str, value: str) -> str | None:
 
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.sandbox.type == "e2b":
+    if config.sandbox.type == "e2b" and any(source.env.type == "own" for source in config.each_source):
         yield "E2B_API_KEY", "--sandbox e2b"
     if "wandb" in config.learner.report_to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         yield "WANDB_API_KEY", "learner.report_to wandb"

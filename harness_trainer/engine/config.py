@@ -21,7 +21,10 @@ from harness_trainer.engine.vllm_plugin import BACKEND
 from harness_trainer.errors import SetupError
 
 PYTHON_VARIABLE = "HARNESS_TRAINER_ENGINE_PYTHON"
-_SETUP_HINT = f"run `make setup`, or set {PYTHON_VARIABLE} to the python that has vLLM and harness-trainer"
+_SETUP_HINT = (
+    "run `harness-trainer setup engine` (in a checkout: `make setup`), or set "
+    f"{PYTHON_VARIABLE} to the python that has vLLM and harness-trainer"
+)
 _PROBE = (
     "import importlib.metadata as m\n"
     "names = {d.metadata['Name'].lower() for d in m.distributions()}\n"
@@ -55,6 +58,17 @@ class EngineConfig(BaseModel):
     enforce_eager: bool | None = Field(default=None, description="None = only on a CPU, where compiling takes a minute")
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1, description="None = vLLM's default")
     tensor_parallel_size: int = Field(default=1, ge=1)
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        description="copies of the engine that share the rollouts, each with a gateway and tensor_parallel_size GPUs of"
+        " its own; with fixed ports they take the following ones",
+    )
+    gpus: list[str] | None = Field(
+        default=None,
+        description="GPUs of the engine, as CUDA_VISIBLE_DEVICES names them, dealt to its replicas in order; None = all"
+        " visible ones, and with replicas those behind the learner's (the first learner.num_processes)",
+    )
     max_num_seqs: int | None = Field(default=None, ge=1, description="requests decoded together; None = vLLM's default")
     cpu_threads: int | None = Field(default=None, ge=1, description="CPU only; None = all cores")
     weight_transfer_backend: str = BACKEND
@@ -78,8 +92,8 @@ class EngineEnvironment:
 def find_environment(config: EngineConfig) -> EngineEnvironment:
     """Find and ask the engine's interpreter (0.1 s, blocking).
 
-    `make setup` installs the CUDA build on a CUDA machine and the CPU build elsewhere, so the build that is there says
-    which machine this is. Raises SetupError when the interpreter, vLLM or our plug-in in it is missing.
+    Set-up installs the CUDA build on a CUDA machine and the CPU build elsewhere, so the build that is there says which
+    machine this is. Raises SetupError when the interpreter, vLLM or our plug-in in it is missing.
     """
     named = config.python or (Path(os.environ[PYTHON_VARIABLE]) if os.environ.get(PYTHON_VARIABLE) else None)
     python = named or Path(__file__).parents[2] / ".venv-engine" / "bin" / "python"
@@ -143,6 +157,8 @@ def build_env(config: EngineConfig, environment: EngineEnvironment, inherited: M
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",  # the log is how we see it start
     }
+    if config.gpus is not None:
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(config.gpus)}
     if config.max_loras:
         env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # the endpoints that load and unload adapters
     if environment.kind == "cpu":

@@ -17,7 +17,7 @@ from typing import Any
 
 from harness_trainer.errors import ConfigError, SetupError
 from harness_trainer.harnesses.base import PLACEHOLDERS, Harness, render, render_env
-from sandboxes.harbor import PYTHON_VARIABLE
+from sandboxes.harbor import PYTHON_VARIABLE, SETUP
 
 PREFIX = "harbor:"
 WORKER = Path(__file__).with_name("harbor_worker.py")
@@ -47,7 +47,7 @@ def harbor_harness(spec: str, like: Harness | None) -> Harness:
             "name": f"{PREFIX}{agent}",
             "harbor": {"agent": agent},
             **({} if like is None else {"dialect": like.dialect, "closed_status": like.closed_status}),
-            "needs": "Harbor (`make setup-harbor`), and the agent or a way to install it in the sandbox",
+            "needs": "Harbor (`harness-trainer setup harbor`), and the agent or a way to install it in the sandbox",
             "notes": "installed, started and told its settings by Harbor",
         }
     )
@@ -77,8 +77,8 @@ def find_harbor() -> Path:
     found = shutil.which(named)
     if found is None:
         raise SetupError(
-            f"Harbor is not installed ({named} does not exist): run `make setup-harbor`, or name a Python 3.12 that "
-            f"has it in {PYTHON_VARIABLE}"
+            f"Harbor is not installed ({named} does not exist): {SETUP}, or name a Python 3.12 that has it in "
+            f"{PYTHON_VARIABLE}"
         )
     return Path(found).absolute()
 
@@ -114,7 +114,7 @@ def check_agent(harness: Harness) -> None:
         raise SetupError(f"{python} cannot be run: {error}") from error
     if asked.returncode != 0:
         why = (asked.stderr.strip().splitlines() or ["no message"])[-1]
-        raise SetupError(f"{python} cannot run Harbor: {why}; run `make setup-harbor`")
+        raise SetupError(f"{python} cannot run Harbor: {why}; {SETUP}")
     problem = json.loads(asked.stdout.splitlines()[-1])["problem"]
     if problem:
         raise ConfigError(f"harness {harness.name}: {problem}")

@@ -13,14 +13,14 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from harness_trainer.errors import SetupError
 from harness_trainer.harnesses.base import Harness, NpmInstall, PipInstall, render
 from harness_trainer.harnesses.harbor_agent import check_agent
+from harness_trainer.side_environments import python_candidates
 
 INSTALL_TIMEOUT_S = 900
 _DONE = ".done"
@@ -157,7 +157,7 @@ def _find_python(name: str, minor: str) -> str:
     Its real path, so that an environment names the folder which has its library.
     """
     rejected = []
-    for candidate in _python_candidates(minor):
+    for candidate in python_candidates(minor):
         try:
             asked = _run([candidate, "-I", "-c", _ABOUT], Path("/"), candidate)
         except SetupError as error:
@@ -172,24 +172,6 @@ def _find_python(name: str, minor: str) -> str:
         f"harness {name} needs Python {minor}, and none that works was found on PATH or in pyenv{found}: install it "
         f"(apt-get install python{minor}-venv, or pyenv install {minor}) and try again"
     )
-
-
-def _python_candidates(minor: str) -> Iterator[str]:
-    if minor == f"{sys.version_info.major}.{sys.version_info.minor}":
-        yield sys.executable
-    seen = set()
-    for folder in os.get_exec_path():
-        found = shutil.which(f"python{minor}", path=folder)
-        if found and found not in seen:
-            seen.add(found)
-            yield found
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    installed = [path for path in pyenv.glob(f"{minor}.*/bin/python{minor}") if os.access(path, os.X_OK)]
-    yield from map(str, sorted(installed, key=lambda path: _numbers(path.parents[1].name), reverse=True))
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) if part.isdecimal() else -1 for part in version.split(".")]  # 3.12.10 is newer than 3.12.9
 
 
 def _run(

@@ -14,6 +14,7 @@ import statistics
 import sys
 import traceback
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from harness_trainer.errors import HarnessTrainerError
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.learner.engine_presence import EnginePresence
 from harness_trainer.learner.final_model import ENGINE_VERSION
+from harness_trainer.learner.replicas import Replicas
 from harness_trainer.learner.store_source import StoreGroupSource
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.store import RolloutStore
@@ -47,6 +49,7 @@ class LearnerSpec(BaseModel):
     checkpoints: Path
     metrics: Path
     engine_url_file: Path  # appears when the engine serves; holds its address
+    replica_url_files: list[Path] = []  # the same of the engine's replicas beyond the first
     transfer_dir: Path  # memory-backed folder for weights on their way to the engine
     keep_weights: Path | None  # folder that keeps the weights of every published policy; None = not kept
     temperature: float  # of sampling, and so of the recomputed log-probabilities
@@ -57,7 +60,7 @@ class LearnerSpec(BaseModel):
     engine_away_s: float = 900.0  # longest wait for an engine that is started again
 
 
-def _run(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence) -> None:
+def _run(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Replicas) -> None:
     # Ten seconds of imports that overlap with the engine's own start.
     from harness_trainer.learner.rank_watch import among_peers
 
@@ -87,14 +90,22 @@ def _help(spec: LearnerSpec) -> int:
         return 1
 
 
-def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence, ranks: Ranks) -> None:
+def _presence(spec: LearnerSpec, store: RolloutStore) -> EnginePresence | Replicas:
+    members = [
+        EnginePresence(store, file, away_s=spec.engine_away_s, replica=replica)
+        for replica, file in enumerate([spec.engine_url_file, *spec.replica_url_files])
+    ]
+    return members[0] if len(members) == 1 else Replicas(members, away_s=spec.engine_away_s)
+
+
+def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Replicas, ranks: Ranks) -> None:
     from harness_trainer.learner.checkpoints import last_checkpoint, read_state
     from harness_trainer.learner.continuing import announce, settle, used_up
     from harness_trainer.learner.engine_calls import engine_version
     from harness_trainer.learner.measuring import EngineWatch, Meter
     from harness_trainer.learner.trackers import go_on
     from harness_trainer.learner.train import run_learner
-    from harness_trainer.learner.transfers import make_transfer
+    from harness_trainer.learner.transfers import make_replicated, make_transfer
     from harness_trainer.learner.weight_transfer import remove_unsent
 
     resume_from = last_checkpoint(spec.checkpoints)
@@ -107,9 +118,12 @@ def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence, ranks
         remove_unsent(folder)  # of a learner that was killed while it sent them
     engine_url = engine.reach()
     store.set_state(ENGINE_VERSION, engine_version(engine_url))
-    transfer = make_transfer(
-        spec.config,
-        engine_url,
+    make = (
+        partial(make_replicated, spec.config, engine)
+        if isinstance(engine, Replicas)
+        else partial(make_transfer, spec.config, engine_url)
+    )
+    transfer = make(
         directory=spec.transfer_dir,
         keep_weights=spec.keep_weights,
         announce=lambda version: announce(store, version),
@@ -134,7 +148,7 @@ def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence, ranks
             alive=alive,
             starved_after_s=spec.starved_after_s,
             evaluate_every=spec.evaluate_every,
-            engine_number=lambda: engine.number,
+            engine_number=lambda: engine.numbers,
         ),
         weight_transfer=transfer,
         on_step=on_step,
@@ -198,7 +212,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     store = RolloutStore(spec.store)
     store.set_state(LEARNER_ERROR, "")
-    engine = EnginePresence(store, spec.engine_url_file, away_s=spec.engine_away_s)
+    engine = _presence(spec, store)
     try:
         _run(spec, store, engine)
         return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +37,21 @@ class Sending(Protocol):
         ...
 
 
+class Presence(Sending, Protocol):
+    """What the learner knows of the run's engine, or of its replicas (`replicas`)."""
+
+    while_waiting: Callable[[], None]
+
+    @property
+    def numbers(self) -> Mapping[int, int]:
+        """By replica, the number of the engine that was sent the newest weights."""
+        ...
+
+    def is_gone(self, error: BaseException) -> bool: ...
+
+    def require(self) -> None: ...
+
+
 class OneEngine:
     """For a learner whose engine is nobody's to start again: what fails has failed."""
 
@@ -47,28 +62,43 @@ class OneEngine:
 
 
 class EnginePresence:
-    """`url_file` is there while an engine serves and holds its address; `away_s` bounds the wait for the next one."""
+    """`url_file` is there while an engine serves and holds its address; `away_s` bounds the wait for the next one.
 
-    def __init__(self, store: RolloutStore, url_file: Path, *, away_s: float, noticed_s: float = NOTICED_S) -> None:
+    `replica` says which of the run's engines it is.
+    """
+
+    def __init__(
+        self, store: RolloutStore, url_file: Path, *, away_s: float, noticed_s: float = NOTICED_S, replica: int = 0
+    ) -> None:
         self.number = 0  # of the engine that was reached last; 0 = none was
         self.while_waiting: Callable[[], None] = lambda: None  # called between two looks for an engine
         self._store = store
         self._url_file = url_file
         self._away_s = away_s
         self._noticed_s = noticed_s
+        self._replica = replica
         self._url = ""
+
+    @property
+    def numbers(self) -> Mapping[int, int]:
+        return {self._replica: self.number}
 
     @property
     def is_lost(self) -> bool:
         """Whether the supervisor has seen the death of the engine that was reached last."""
-        return self.number != self._store.engine_number()
+        return self.number != self._store.engine_number(self._replica)
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the one that was reached last is lost, and the next one serves."""
+        return self.is_lost and self._url_file.exists()
 
     def reach(self, limit_s: float | None = None) -> str:
         """Wait for an engine that serves; its address. Raises TrainingFailed after `limit_s` (None = no limit)."""
         began = time.monotonic()
         while True:
             # The number first: of an engine that dies in between it is the older one, and its death shows later.
-            number = self._store.engine_number()
+            number = self._store.engine_number(self._replica)
             try:
                 self._url = self._url_file.read_text(encoding="utf-8").strip()
             except FileNotFoundError:
@@ -76,12 +106,17 @@ class EnginePresence:
             if self._url:
                 self.number = number
                 return self._url
-            if os.getppid() == 1:
-                raise TrainingFailed("the supervisor died before the engine was ready")
+            self.require_supervisor()
             if limit_s is not None and time.monotonic() - began > limit_s:
                 raise TrainingFailed(f"no engine came back within {limit_s:.0f} s: see logs/engine.log")
             self.while_waiting()
             time.sleep(_POLL_S)
+
+    @staticmethod
+    def require_supervisor() -> None:
+        """Raises TrainingFailed when nobody is left who would start an engine."""
+        if os.getppid() == 1:
+            raise TrainingFailed("the supervisor died before the engine was ready")
 
     def send(self, send: Callable[[], None], reach: Callable[[], None]) -> None:
         """See `Sending`. Raises what `send` raises while its engine lives, else TrainingFailed."""
@@ -95,7 +130,7 @@ class EnginePresence:
                 send()
                 return
             except HarnessTrainerError as error:
-                if not self.is_gone(error) or not self._is_noticed():
+                if not self.is_gone(error) or not self.is_noticed():
                     raise
                 logger.warning("the engine died while weights were sent to it; waiting for the next: %s", error)
 
@@ -108,7 +143,7 @@ class EnginePresence:
         if self.is_lost:
             raise EngineGone("the engine was started again: the learner goes on from its last checkpoint")
 
-    def _is_noticed(self) -> bool:
+    def is_noticed(self) -> bool:
         """Wait until the supervisor has seen it; False = it does not: nothing will be started again."""
         until = time.monotonic() + self._noticed_s
         while not self.is_lost:

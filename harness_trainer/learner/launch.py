@@ -51,6 +51,15 @@ def on_other_machines(config: LearnerConfig, spec: Path) -> str | None:
     return f"python -m harness_trainer.learner.launch --spec {spec} --machine-rank N  (N = {numbers})"
 
 
+def num_gpus_here(config: LearnerConfig) -> int:
+    """That the learner's processes take on the machine of the run: the first ones. Raises ConfigError."""
+    if config.device == "cpu":
+        return 0
+    if config.num_processes == 1:
+        return 1
+    return config.num_processes // _num_machines(config_file(config.accelerate_config))
+
+
 def accelerate_arguments(config: LearnerConfig, spec: Path, machine_rank: int) -> list[str]:
     """Those of `accelerate launch`. Raises ConfigError when its configuration does not fit."""
     file = config_file(config.accelerate_config)

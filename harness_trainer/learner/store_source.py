@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from harness_trainer.errors import TrainingFailed
@@ -21,7 +21,8 @@ class StoreGroupSource:
     `starved_after_s` bounds how long the learner may wait while no rollout starts or ends; `alive` says whether groups
     can still come (None = yes, else one line that says what died). While an evaluation is due or under way, every
     `evaluate_every` steps (None = never), no group is handed out: a step would change the policy that is evaluated.
-    `engine_number` says which engine has the policies that `policy_changed` tells of (None = there is only one).
+    `engine_number` says which engine has the policies that `policy_changed` tells of (None = there is only one; of
+    several replicas, by replica, those that were sent it).
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class StoreGroupSource:
         alive: Callable[[], str | None],
         starved_after_s: float,
         evaluate_every: int | None = None,
-        engine_number: Callable[[], int | None] = lambda: None,
+        engine_number: Callable[[], int | Mapping[int, int] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = RolloutStore(path)

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from harness_trainer.learner import checkpoints
 from harness_trainer.learner.checkpoints import HarnessState, last_checkpoint, read_state
 from harness_trainer.learner.config import LearnerConfig
-from harness_trainer.learner.engine_presence import EnginePresence
+from harness_trainer.learner.engine_presence import Presence
 from harness_trainer.learner.feeder import FeederOptions, GroupFeeder
 from harness_trainer.learner.group_source import GroupSource
 from harness_trainer.learner.ranks import Ranks
@@ -107,7 +107,7 @@ def run_learner(
     measure: Measure = lambda report, batch: {},
     run_name: str | None = None,
     ranks: Ranks | None = None,
-    engine: EnginePresence | None = None,
+    engine: Presence | None = None,
 ) -> None:
     """Train until `config.max_steps` steps are taken, counted from the first start of the run.
 

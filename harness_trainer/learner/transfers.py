@@ -9,8 +9,40 @@ from harness_trainer.errors import ConfigError
 from harness_trainer.learner.adapter_transfer import AdapterTransfer
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.learner.nccl_transfer import NcclWeightTransfer
+from harness_trainer.learner.replicas import Replicas
+from harness_trainer.learner.replicated import ReplicatedAdapters, ReplicatedWeights
 from harness_trainer.learner.sync_config import LoraSync, NcclSync
 from harness_trainer.learner.weight_transfer import ShmWeightTransfer
+
+
+def make_replicated(
+    config: LearnerConfig,
+    replicas: Replicas,
+    *,
+    directory: Path,
+    keep_weights: Path | None,
+    announce: Callable[[int], None],
+) -> ReplicatedWeights | ReplicatedAdapters:
+    """The same for several replicas of the engine. Raises ConfigError."""
+    if isinstance(config.weight_sync, NcclSync):
+        raise ConfigError("weight_sync nccl reaches one engine only: use shm or lora, or one of engine.replicas")
+    if isinstance(config.weight_sync, LoraSync):
+        if keep_weights is not None:
+            raise ConfigError("keep_weights keeps what weight_sync shm writes; with weight_sync lora leave it out")
+        folder = directory / "adapters"
+        return ReplicatedAdapters(
+            replicas,
+            lambda replica, url: AdapterTransfer(url, directory=folder / f"replica-{replica}"),
+            directory=folder / "written",
+            announce=announce,
+        )
+    return ReplicatedWeights(
+        replicas,
+        lambda replica, url: ShmWeightTransfer(
+            url, directory=directory, keep_dir=keep_weights, verify=config.verify_sync
+        ),
+        announce=announce,
+    )
 
 
 def make_transfer(

@@ -51,6 +51,10 @@ class WeightCheck:
 
         self._sent = {name: take_sample(tensors[name]) for name in sample_names(tensors)}
 
+    def compare_as(self, other: WeightCheck) -> None:
+        """What another engine's check remembers of this update was sent to this engine too."""
+        self._sent = other._sent
+
     def run(self) -> Counter[str]:
         """Compare the latest update; how many tensors were compared in each way (`loaded`, `received`).
 

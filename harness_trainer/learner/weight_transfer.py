@@ -11,6 +11,7 @@ carries the version string.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -78,6 +79,7 @@ class ShmWeightTransfer:
         self._engine = EngineCalls(base_url, control_timeout_s=control_timeout_s, cleanup_timeout_s=cleanup_timeout_s)
         self.check = WeightCheck(self._engine, verify)
         self._version: int | None = None
+        self._update_sent = False  # of the sync under way: the engine may hold some of the new weights
 
     def next_version(self, version: int) -> None:
         """Say which policy version the next `send_weights` publishes. Call it before each sync."""
@@ -110,16 +112,31 @@ class ShmWeightTransfer:
         if self._version is None:
             raise TrainingFailed("next_version() must name the policy version before its weights are sent")
         version, self._version = version_name(self._version), None
-        engine, file = self._engine, None
-        update_sent = False
-        marks = [time.monotonic()]
+        self._update_sent = False
+        with self._running_again(version):
+            file, names = self.write(iterator)
         try:
-            file, names = within(self._write_s, "the weights were not written", lambda: self._write(iterator))
-            marks.append(time.monotonic())
+            self.load(file, names, version)
+            self.keep(file, version)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def write(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> tuple[Path, list[str]]:
+        """Write the weights where the engine can read them; the file, which is the caller's, and the tensors' names."""
+        began = time.monotonic()
+        written = within(self._write_s, "the weights were not written", lambda: self._write(iterator))
+        self.last_timings["write"] = time.monotonic() - began
+        return written
+
+    def load(self, file: Path, names: list[str], version: str) -> None:
+        """Have the engine take what was written. It is still paused then; on an error it runs again."""
+        engine, marks = self._engine, [time.monotonic()]
+        self._update_sent = False
+        with self._running_again(version):
             engine.pause()
             marks.append(time.monotonic())
             self._start_update()
-            update_sent = True
+            self._update_sent = True
             engine.post("update_weights", {"update_info": {"path": str(file), "names": names}}, self._load_s)
             engine.post("finish_weight_update", {"weight_version": version}, self._load_s)
             engine.confirm(version)
@@ -127,20 +144,26 @@ class ShmWeightTransfer:
             if self.check.due:
                 self.check.run()
             marks.append(time.monotonic())
-            steps = ("write", "pause", "load", "verify")
-            self.last_timings |= {step: marks[i + 1] - marks[i] for i, step in enumerate(steps)}
-            if self.keep_dir is not None:
+        self.last_timings |= {step: marks[i + 1] - marks[i] for i, step in enumerate(("pause", "load", "verify"))}
+
+    def keep(self, file: Path, version: str) -> None:
+        """Put the file by under the version's name, where that is wanted."""
+        if self.keep_dir is not None:
+            with self._running_again(version):
                 os.replace(file, self.keep_dir / f"{version}.safetensors")
+
+    @contextlib.contextmanager
+    def _running_again(self, version: str) -> Iterator[None]:
+        """Whatever fails, the engine samples again. Raises TrainingFailed for every error."""
+        try:
+            yield
         except Exception as error:
-            unchanged = not update_sent or _UNCHANGED in str(error)
-            left = engine.recover(None if unchanged else version)
+            unchanged = not self._update_sent or _UNCHANGED in str(error)
+            left = self._engine.recover(None if unchanged else version)
             raise TrainingFailed(f"sending weights {version} failed: {error}{left}") from error
         except BaseException:
-            engine.recover(version if update_sent else None)
+            self._engine.recover(version if self._update_sent else None)
             raise
-        finally:
-            if file is not None:
-                file.unlink(missing_ok=True)
 
     def resume(self) -> None:
         began = time.monotonic()

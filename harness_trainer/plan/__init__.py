@@ -1,15 +1,16 @@
 """What a run will need and come to, before a machine is paid for: memory, pace, hours, cost, bottleneck.
 
 Owns putting the parts together: `shape` (the model), `learner_memory` and `engine_memory` (bytes), `fitting`,
-`workload` with `measured` and `speeds` (numbers and their sources), `pace` (bounds), `prices`. Starts nothing and reads
-no weights. The formulas and their sources are docs/plan.md's. `cli.plan` is the only caller, and shows it by `report`.
+`workload` with `measured` and `speeds` (numbers and their origins), `mixture` (several sources), `pace` (bounds),
+`prices`. Starts nothing and reads no weights. The formulas and their sources are docs/plan.md's. Called by `cli.plan`
+alone, which shows it by `report`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import yaml
@@ -21,12 +22,13 @@ from harness_trainer.plan.amounts import Number
 from harness_trainer.plan.engine_memory import EngineMemory, engine_memory
 from harness_trainer.plan.fitting import Fit, fit
 from harness_trainer.plan.learner_memory import LearnerMemory, learner_memory
+from harness_trainer.plan.mixture import Source, mixed, sources_of
 from harness_trainer.plan.pace import Pace, pace
 from harness_trainer.plan.prices import Flavor, Prices
 from harness_trainer.plan.shape import ModelShape
 from harness_trainer.plan.sizes import Gpu
 from harness_trainer.plan.speeds import speeds
-from harness_trainer.plan.workload import Workload, workload
+from harness_trainer.plan.workload import Workload
 
 # What depends on the machine of a measured run: not taken over where another GPU is named.
 _OF_THE_MACHINE = ("engine_s", "call_tokens_s", "engine_tokens_s", "prefill_tokens_s", "learner_tokens_s", "step_s")
@@ -63,6 +65,7 @@ class Plan:
     fit: Fit
     load: Workload
     pace: Pace
+    sources: list[Source]
     costs: list[Cost] = field(default_factory=list)
     prices: Prices | None = None
 
@@ -78,11 +81,10 @@ class Plan:
     @property
     def sandboxes_per_hour(self) -> float | None:
         """One for the agent, and one more where tests run in a fresh one; none where an environment has the turns."""
-        if self.config.env.type != "own":
+        each = sum(source.share * source.sandboxes for source in self.sources)
+        if each == 0:
             return 0.0
-        if self.rollouts_per_hour is None:
-            return None
-        return self.rollouts_per_hour * (2 if self.config.rollouts.verify == "fresh" else 1)
+        return None if self.rollouts_per_hour is None else self.rollouts_per_hour * each
 
 
 def make_plan(
@@ -99,9 +101,7 @@ def make_plan(
     if prices is None:
         return plan
     costs = [_cost(config, shape, name, each, prices, given, measured) for name, each in prices.flavors.items()]
-    return Plan(
-        plan.config, plan.device, shape, plan.engine, plan.learner, plan.fit, plan.load, plan.pace, costs, prices
-    )
+    return replace(plan, costs=costs, prices=prices)
 
 
 def _for_machine(
@@ -111,17 +111,19 @@ def _for_machine(
     kept = measured
     if machine.gpu is not None:
         kept = {name: number for name, number in measured.items() if name not in _OF_THE_MACHINE}
-    load = workload(config, given, kept)
+    sources = sources_of(config, given, kept)
+    load = mixed(sources)
     if machine.gpu is not None and device == "cuda":
-        load = workload(config, given, kept, speeds(config, shape, machine.gpu, context=load.context))
+        sources = sources_of(config, given, kept, speeds(config, shape, machine.gpu, context=load.context))
+        load = mixed(sources)
     # What is only assumed of a rollout's length is no reason to plan for less than the whole window.
     is_assumed = "assumed" in (load.turns.source, load.first_prompt.source)
-    context = None if load.context is None or is_assumed else round(load.context)
+    context = None if load.context is None or is_assumed else round(max(s.load.context or 0 for s in sources))
     engine = engine_memory(config, shape, device=device, context=context)
     learner = learner_memory(config.learner, shape, device=device, sharded=is_sharded(config))
     memory = _machine_memory() if device == "cpu" and machine.memory is None else machine.memory
     verdict = fit(config, engine, learner, device=device, memory=memory, gpus=machine.gpus)
-    return Plan(config, device, shape, engine, learner, verdict, load, pace(config, load))
+    return Plan(config, device, shape, engine, learner, verdict, load, pace(config, load, sources), sources)
 
 
 def _cost(
@@ -138,7 +140,8 @@ def _cost(
         return Cost(name, plan.fit.fits, None, None)
     total = plan.hours * flavor.per_hour
     if prices.per_sandbox_hour is not None and plan.rollouts_per_hour is not None and plan.pace.rollout_s is not None:
-        total += plan.rollouts_per_hour * plan.hours * plan.pace.rollout_s / 3600 * prices.per_sandbox_hour
+        in_sandboxes = sum(one.share * (one.rollout_s or 0.0) for one in plan.sources if one.sandboxes)
+        total += plan.rollouts_per_hour * plan.hours * in_sandboxes / 3600 * prices.per_sandbox_hour
     return Cost(name, plan.fit.fits, plan.hours, total)
 
 

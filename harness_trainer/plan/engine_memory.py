@@ -6,6 +6,7 @@ whether the calls that a run makes at a time find room there, or wait for each o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from harness_trainer.config import RunConfig
@@ -49,7 +50,7 @@ def engine_memory(config: RunConfig, shape: ModelShape, *, device: str, context:
     window = engine.max_model_len or shape.window
     context = window if context is None or window is None else min(context, window)
     per_call = whole(times(cache_of(shape, context, size), 1 / parallel))
-    num_calls = min(config.rollouts.max_running or config.rollouts.max_concurrent, engine.max_num_seqs or 10**9)
+    num_calls = min(calls_of(config), engine.max_num_seqs or 10**9)
     fixed = [Part("weights", whole(times(shape.parameters, size / parallel)), f"parameters x {size} B / {parallel}")]
     if isinstance(config.learner.weight_sync, LoraSync) and config.learner.lora is not None:
         adapters = config.learner.max_staleness + 2
@@ -60,6 +61,11 @@ def engine_memory(config: RunConfig, shape: ModelShape, *, device: str, context:
         fixed.append(Part("CUDA", OVERHEAD, "context, graphs: assumed"))
     how = f"{num_calls} calls x {context or 'unknown'} tokens x layers x 2 x key/value heads x {size} B / {parallel}"
     return EngineMemory(fixed, Part("KV cache", whole(times(per_call, num_calls)), how), per_call, num_calls, context)
+
+
+def calls_of(config: RunConfig) -> int:
+    """Calls that a run makes at a time of one replica of the engine."""
+    return math.ceil((config.rollouts.max_running or config.rollouts.max_concurrent) / config.engine.replicas)
 
 
 def engine_size(config: RunConfig, device: str) -> int:

@@ -37,7 +37,7 @@ def fit(
         return Fit(None, ["how much memory there is: give --gpu or --gpu-memory"])
     if device == "cpu":
         return _on_cpu(config, engine, learner, memory)
-    wanted = config.engine.tensor_parallel_size + config.learner.num_processes
+    wanted = config.engine.replicas * config.engine.tensor_parallel_size + config.learner.num_processes
     if gpus is not None and gpus < wanted:
         if gpus == 1 and wanted == 2:
             return _shared(config, engine, learner, memory)
@@ -89,7 +89,7 @@ def _on_cpu(config: RunConfig, engine: EngineMemory, learner: LearnerMemory, mem
     fixed, peak = total(engine.fixed), learner.peak
     if fixed is None or peak is None:
         return Fit(None, ["what engine and learner need together is not known"])
-    together = fixed + cache + peak * config.learner.num_processes
+    together = (fixed + cache) * config.engine.replicas + peak * config.learner.num_processes
     room = engine.room(fixed + cache) or 0
     notes = [f"engine and learner need {gib(together)} of {gib(memory)}; the cache holds {room} whole contexts"]
     if room == 0:

@@ -7,17 +7,20 @@ where two are alike. A step that waits for its slowest rollout is not foreseen; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness_trainer.config import RunConfig
+from harness_trainer.plan.mixture import Source
 from harness_trainer.plan.workload import Workload
 
 # What a person can do about each bound.
 ADVICE = {
     "learner": "a faster or a further GPU for the learner (learner.num_processes), shorter rollouts, bfloat16",
-    "engine": "a further engine GPU (engine.tensor_parallel_size), shorter replies",
+    "engine": "further engine GPUs (engine.replicas, engine.tensor_parallel_size), shorter replies",
     "places": "more rollouts at a time (rollouts.max_concurrent), and machines for their sandboxes",
     "sandboxes": "more sandboxes started at a time (rollouts.max_creating), or warm ones",
+    "source": "more of its rollouts at a time (the environment's max_sessions or max_episodes), or a lower weight",
     "staleness": "a higher learner.max_staleness: groups may then be sampled while the learner computes",
 }
 
@@ -39,8 +42,11 @@ class Pace:
         return None if not self.step_s else 3600 / self.step_s
 
 
-def pace(config: RunConfig, load: Workload) -> Pace:
-    """What the numbers of `load` come to with the settings of `config`."""
+def pace(config: RunConfig, load: Workload, sources: Sequence[Source] = ()) -> Pace:
+    """What the numbers of `load` come to with the settings of `config`.
+
+    Of `sources`, those whose environments take fewer rollouts at a time than there are places are bounds of their own.
+    """
     learner, rollouts = config.learner, config.rollouts
     wanted = learner.groups_per_step * rollouts.group_size / (load.kept.value or 1.0)
     places = min(rollouts.max_concurrent, rollouts.max_running or rollouts.max_concurrent)
@@ -56,6 +62,7 @@ def pace(config: RunConfig, load: Workload) -> Pace:
     }
     if in_flight < places:
         bounds["staleness"] = None if rollout_s is None else wanted * rollout_s / in_flight
+    bounds |= {f"source {one.name}".strip(): s for one in sources if (s := _source_s(one, wanted, places)) is not None}
     needed = [bounds["learner"], bounds["places"]]
     known = {name: seconds for name, seconds in bounds.items() if seconds is not None}
     if any(seconds is None for seconds in needed):
@@ -71,6 +78,13 @@ def pace(config: RunConfig, load: Workload) -> Pace:
         return Pace(wanted, rollout_s, learner_s, bounds, both, bottleneck, in_flight)
     slowest = max(known, key=lambda name: known[name])
     return Pace(wanted, rollout_s, learner_s, bounds, known[slowest], slowest, in_flight)
+
+
+def _source_s(source: Source, wanted: float, places: int) -> float | None:
+    """Seconds of a step that the places of one source's environment take; None = they are no fewer, or not known."""
+    if source.at_once is None or source.at_once >= places:
+        return None
+    return None if source.rollout_s is None else wanted * source.share * source.rollout_s / source.at_once
 
 
 def _learner_s(load: Workload, rollouts: int) -> float | None:

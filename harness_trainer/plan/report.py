@@ -35,6 +35,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _learner(plan)
     yield from _verdict(plan)
     yield from _pace(plan)
+    yield from _sources(plan)
     yield from _costs(plan)
     yield from _numbers(plan)
 
@@ -98,8 +99,23 @@ def _pace(plan: Plan) -> Iterator[str]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
         yield f"  bottleneck: unknown. Not known: {', '.join(unknown)}; give {flags}, --gpu, or --from-run"
     else:
-        yield f"  bottleneck: {pace.bottleneck}. What helps: {ADVICE[pace.bottleneck]}"
+        yield f"  bottleneck: {pace.bottleneck}. What helps: {ADVICE[pace.bottleneck.partition(' ')[0]]}"
     yield "  not in these hours: starting up, evaluations, what is slower than its bound"
+
+
+def _sources(plan: Plan) -> Iterator[str]:
+    if len(plan.sources) == 1:
+        return
+    yield ""
+    yield "Sources, a rollout of each"
+    for one in plan.sources:
+        load, hour = one.load, _product(plan.rollouts_per_hour, one.share)
+        limit = "" if one.at_once is None else f", at most {one.at_once} at a time"
+        yield (
+            f"  {one.name:<18}{one.share:>5.0%} of the groups, {_amount(hour)} rollouts per hour{limit}; "
+            f"{_amount(load.turns.value)} calls, {_amount(load.sampled)} tokens, {_amount(one.rollout_s)} s, "
+            f"{one.sandboxes} sandboxes ({one.kind})"
+        )
 
 
 def _costs(plan: Plan) -> Iterator[str]:
@@ -114,7 +130,7 @@ def _costs(plan: Plan) -> Iterator[str]:
 
 def _numbers(plan: Plan) -> Iterator[str]:
     yield ""
-    yield "Numbers this rests on"
+    yield "Numbers this rests on" + (", means over all sources" if len(plan.sources) > 1 else "")
     for name, number in plan.load.items():
         unit, about = ABOUT[name]
         why = f": {number.why}" if number.why else ""
@@ -153,6 +169,18 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "hours": plan.hours,
         "rollouts_per_hour": plan.rollouts_per_hour,
         "sandboxes_per_hour": plan.sandboxes_per_hour,
+        "sources": [
+            {
+                "name": one.name,
+                "share": one.share,
+                "kind": one.kind,
+                "at_once": one.at_once,
+                "sandboxes": one.sandboxes,
+                "sampled_tokens": one.load.sampled,
+                "rollout_s": one.rollout_s,
+            }
+            for one in plan.sources
+        ],
         "bounds_s": plan.pace.bounds,
         "bottleneck": plan.pace.bottleneck,
         "costs": [{"flavor": c.flavor, "fits": c.fits, "hours": c.hours, "total": c.total} for c in plan.costs],

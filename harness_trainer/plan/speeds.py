@@ -5,6 +5,8 @@ Every figure is a bound times an assumed share of it; a measured run is better a
 
 from __future__ import annotations
 
+import math
+
 from harness_trainer.config import RunConfig
 from harness_trainer.plan.amounts import Number
 from harness_trainer.plan.engine_memory import cache_of, engine_size
@@ -21,14 +23,16 @@ OPTIMIZER = 0.5  # share of bandwidth
 def speeds(config: RunConfig, shape: ModelShape, gpu: Gpu, *, context: float | None) -> dict[str, Number]:
     """`context`: tokens of a rollout's last call. Names as in `Workload`; what cannot be computed is left out."""
     found: dict[str, Number] = {}
-    one, all_calls = (_step_s(config, shape, gpu, calls, context) for calls in (1, config.rollouts.max_concurrent))
+    replicas = config.engine.replicas
+    at_once = math.ceil(config.rollouts.max_concurrent / replicas)  # of one replica's calls
+    one, all_calls = (_step_s(config, shape, gpu, calls, context) for calls in (1, at_once))
     why = f"data sheet of {gpu.name}: weights and cache / bandwidth x {DECODE}"
     if one is not None and all_calls is not None:
         found["call_tokens_s"] = Number(1 / all_calls, "computed", why)
-        found["engine_tokens_s"] = Number(config.rollouts.max_concurrent / all_calls, "computed", why)
+        found["engine_tokens_s"] = Number(at_once * replicas / all_calls, "computed", why)
     if shape.matmul is not None:
         parallel = config.engine.tensor_parallel_size
-        prefill = PREFILL * gpu.half * parallel / (2 * shape.matmul)
+        prefill = replicas * PREFILL * gpu.half * parallel / (2 * shape.matmul)
         found["prefill_tokens_s"] = Number(prefill, "computed", f"{gpu.name}: FLOP/s x {PREFILL} / 2 parameters")
         found["learner_tokens_s"] = _learner(config, shape, gpu, context)
     step = _step_rest_s(config, shape, gpu)

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from harness_trainer.config import RunConfig
+from harness_trainer.environments import WHITE_BOX
 from harness_trainer.plan.amounts import Number
 
 # What is assumed of a coding agent's rollout where nothing is known; docs/plan.md says where from.
 FIRST_PROMPT, NEW_TOKENS, AGENT_S = 8000, 500, 60.0
+# Of a rollout whose turns are ours: rules and tools in the prompt, a step's observation, no sandbox and no agent.
+OWN_FIRST_PROMPT, OWN_NEW_TOKENS, OWN_AGENT_S = 1000, 200, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,7 @@ def workload(config: RunConfig, *sources: Mapping[str, Number]) -> Workload:
     assumed = {
         "turns": Number(float(rollouts.max_turns), "assumed", "as many as rollouts.max_turns allows"),
         "reply_tokens": Number(float(rollouts.max_tokens), "assumed", "as many as rollouts.max_tokens allows"),
-        "first_prompt": Number(float(FIRST_PROMPT), "assumed", "a coding agent's system prompt and tools"),
-        "new_tokens": Number(float(NEW_TOKENS), "assumed", "tool results between two calls"),
-        "agent_s": Number(AGENT_S, "assumed", "sandbox, tools and verifier together"),
+        **_assumed_of_a_rollout(isinstance(config.env, WHITE_BOX)),
         "kept": Number(1.0, "assumed", "every group shows a preference; what is dropped costs as much"),
     }
     for name, number in assumed.items():
@@ -87,6 +88,20 @@ def workload(config: RunConfig, *sources: Mapping[str, Number]) -> Workload:
         found["engine_s"] = _engine_s(made)
         made = Workload(**found)
     return made
+
+
+def _assumed_of_a_rollout(turns_are_ours: bool) -> dict[str, Number]:
+    if turns_are_ours:
+        return {
+            "first_prompt": Number(float(OWN_FIRST_PROMPT), "assumed", "an environment's rules and tools"),
+            "new_tokens": Number(float(OWN_NEW_TOKENS), "assumed", "an observation between two calls"),
+            "agent_s": Number(OWN_AGENT_S, "assumed", "an environment's steps; no sandbox, no agent"),
+        }
+    return {
+        "first_prompt": Number(float(FIRST_PROMPT), "assumed", "a coding agent's system prompt and tools"),
+        "new_tokens": Number(float(NEW_TOKENS), "assumed", "tool results between two calls"),
+        "agent_s": Number(AGENT_S, "assumed", "sandbox, tools and verifier together"),
+    }
 
 
 def _forwarded(made: Workload, group_size: int) -> Number:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -29,7 +30,6 @@ from harness_trainer.rollouts.model_side import ModelSide, open_model_side
 from harness_trainer.rollouts.runner import Runner, TakeOver
 from harness_trainer.rollouts.sources import OpenSource, Sources, naming
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.takeover import Takeover
 from harness_trainer.rollouts.types import Job
 from harness_trainer.rollouts.white_box_run import close_lost, open_white_box, seal_lost
 from sandboxes.base import SandboxError
@@ -60,22 +60,30 @@ async def _opened(
     own = [source for source in spec.each_source() if source.env.type == "own"]
     found: dict[str, OpenSource] = {}
     places: dict[str, Places] = {}  # of servers that several sources may name
-    model_side = admin = agents = None
+    model_side = agents = None
+    admins: list[AdminClient] = []  # of the gateway, or of each replica's
     if white_box:
         if spec.pipeline is None:
             what = "the run's spec has no way to the engine (`pipeline`)"
             raise ConfigError(f"{what}: start it with `harness-trainer train`")
         model_side = await stack.enter_async_context(open_model_side(spec.pipeline, spec.store))
     if len(white_box) < len(spec.each_source()):
-        admin = await stack.enter_async_context(AdminClient(spec.admin_url, admin_key, patience_s=GATEWAY_PATIENCE_S))
+        for url in (spec.admin_url, *(replica.admin_url for replica in spec.replicas)):
+            admin = AdminClient(url, admin_key, patience_s=GATEWAY_PATIENCE_S)
+            admins.append(await stack.enter_async_context(admin))
     for source in spec.each_source():
         with naming(source.name):
-            if isinstance(source.env, OpenEnvHarborConfig) and admin is not None:
-                found[source.name] = await open_server(spec, source, source.env, admin)
+            if isinstance(source.env, OpenEnvHarborConfig):
+                found[source.name] = await open_server(spec, source, source.env, admins[0])
             elif model_side is not None and isinstance(source.env, WHITE_BOX):
                 found[source.name] = await open_white_box(stack, source, model_side, places)
-    if own and admin is not None:
-        agents = await open_agents(stack, spec, own, store, admin, admin_key)
+    if own:
+        if spec.config.executor == "ray":
+            from harness_trainer.rollouts.on_ray.opened import open_on_ray  # loads ray, which is an extra
+
+            agents = await open_on_ray(stack, spec, own, store, admins)
+        else:
+            agents = await open_agents(stack, spec, own, store, admins, admin_key)
         found |= {source.name: source for source in agents.sources}
     in_order = [found[source.name] for source in spec.each_source()]
     if agents is None:
@@ -83,13 +91,23 @@ async def _opened(
     return Sources(in_order, plan=agents.plan), lambda: _take_over(agents.take_over, store, model_side)
 
 
-async def _take_over(agents: Takeover, store: RolloutStore, model_side: ModelSide | None) -> Sequence[Job]:
+async def _take_over(agents: TakeOver, store: RolloutStore, model_side: ModelSide | None) -> Sequence[Job]:
     """Agents go on. What else a killed runner ran has ended with it, and is run again."""
     unfinished = await asyncio.to_thread(store.unfinished_rollouts)
     jobs = await agents()
     if model_side is not None:
         await seal_lost(unfinished, {job.rollout_id for job in jobs}, model_side)
     return jobs
+
+
+def _allow_files(spec: RunnerSpec) -> None:
+    """As many open files as may be: each sandbox elsewhere is some of ours, and the usual limit is 1,024.
+
+    Agents in local sandboxes are our children, and would inherit what some programs are slowed down by.
+    """
+    if spec.sandbox.type != "local":
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _judgement(error: BaseException) -> str | None:
@@ -105,6 +123,7 @@ def main() -> int:
     spec = RunnerSpec.model_validate_json(parser.parse_args().spec.read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    _allow_files(spec)
     store = RolloutStore(spec.store)
     store.set_state(RUNNER_ERROR, "")
     try:

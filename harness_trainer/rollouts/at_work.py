@@ -22,6 +22,7 @@ class Facts:
     version: int  # the policy that the engine sampled with when the rollout had its sandbox
     warm: bool | None  # as in RolloutResult
     stages_s: dict[str, float]  # that were over by then
+    replica: int = 0  # of the engine, whose gateway the rollout is pinned to
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from harness_trainer.environments import EnvConfig, OwnConfig
 from harness_trainer.harnesses.entry import Entry
 from harness_trainer.loops.config import LoopConfig
+from harness_trainer.rollouts.on_ray.config import RayConfig
 from harness_trainer.rollouts.policy_config import CurriculumConfig, EvaluationConfig, Schedule
 from sandboxes import SandboxConfig
 from sandboxes.base import Access
@@ -90,6 +91,10 @@ class RolloutConfig(BaseModel):
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     loop: LoopConfig = Field(default_factory=LoopConfig)
+    executor: Literal["local", "ray"] = Field(
+        "local", description="where attempts of agents run: in the runner's process, or on the nodes of a Ray cluster"
+    )
+    ray: RayConfig = Field(default_factory=RayConfig)
     seed: int = Field(0, description="order of the tasks")
     entry: Entry = Field(
         "auto",
@@ -138,6 +143,15 @@ class SourceSpec(BaseModel):
     harness_bins: dict[str, Path] = Field(default_factory=dict)  # by name, of every agent of it
 
 
+class ReplicaSpec(BaseModel):
+    """One of the engine's replicas beyond the first: the gateway before it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    access: Access
+    admin_url: str
+
+
 class RunnerSpec(Schedule):
     """What the supervisor hands to the runner process, as one JSON file in the run folder. Holds no secret.
 
@@ -162,6 +176,8 @@ class RunnerSpec(Schedule):
     context: int  # the model's window in tokens
     access: Access  # the gateway's agent port, and what else sandboxes are led to
     admin_url: str  # the gateway's admin interface; its key comes in the environment
+    replicas: list[ReplicaSpec] = Field(default_factory=list)  # the engine's, beyond the one of the two lines above
+    replica: int = 0  # which of them `access` and `admin_url` are of, see `of_replica`
     pipeline: PipelineSpec | None = None  # the way to the engine for loops of our own; None = there are none
 
     def each_source(self) -> list[SourceSpec]:
@@ -175,6 +191,13 @@ class RunnerSpec(Schedule):
                 harness_bins=self.harness_bins,
             )
         ]
+
+    def of_replica(self, replica: int) -> RunnerSpec:
+        """The run's spec as the rollouts that are pinned to one of the engine's replicas see it."""
+        if replica == 0:
+            return self
+        other = self.replicas[replica - 1]
+        return self.model_copy(update={"replica": replica, "access": other.access, "admin_url": other.admin_url})
 
     def of_source(self, source: SourceSpec, harness: str | None = None) -> RunnerSpec:
         """The run's spec as the rollouts of one source see it, those of one of its agents too where one is named."""

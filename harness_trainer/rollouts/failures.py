@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 from capture_proxy.types import GATEWAY_RESTARTED
 from harness_trainer.errors import TrainingFailed
-from harness_trainer.rollouts.types import Outcome, RolloutResult
+from harness_trainer.rollouts.types import NODE, Outcome, RolloutResult
 
 _NAMED_REASONS = 3
 _REASON_CHARS = 200
@@ -49,8 +49,8 @@ class Breaker:
 
     def note(self, result: RolloutResult) -> None:
         failed = result.outcome is Outcome.INFRA_FAILED
-        if failed and GATEWAY_RESTARTED in result.detail:
-            return  # it fails all rollouts of a moment at once; how often it may happen is the supervisor's to judge
+        if failed and (GATEWAY_RESTARTED in result.detail or result.failed_stage == NODE):
+            return  # it fails all rollouts of a moment at once; how often it may happen is others' to judge
         self._failures.append(f"{result.failed_stage}: {result.detail}".removeprefix(": ") if failed else None)
         reasons = [reason for reason in self._failures if reason is not None]
         window = self._failures.maxlen or 0

@@ -27,6 +27,7 @@ class Journal:
     store: RolloutStore
     sandbox_type: str
     keeper: Keeper | None
+    replica: int = 0  # of the engine, whose gateway these rollouts are pinned to
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Entry:
         """The agent has `limit_s` from now on. Raises SandboxError, and RunDirError when the store is not writable."""
         now, left_s = time.time(), self.budget.left_s
         stages_s = {"queue": self.job.queued_s, **self.budget.stages_s}
-        facts = Facts(now, limit_s, left_s, self.version, self.warm, stages_s)
+        facts = Facts(now, limit_s, left_s, self.version, self.warm, stages_s, self.journal.replica)
         journal, sandbox = self.journal, self.sandbox
         await asyncio.to_thread(
             journal.store.note_agent, self.job.rollout_id, journal.sandbox_type, sandbox.sandbox_id, facts

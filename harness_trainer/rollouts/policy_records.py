@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from harness_trainer.rollouts.store_file import StoreFile, get_state, put_state
 _POLICY, _ENGINE, _LEARNER, _AHEAD = "policy_version", "engine_has_policy", "learner_version", "steps_ahead"
 _ANNOUNCED = "announced_version"  # the newest number that is used up
 _ENGINE_NUMBER = "engine_number"  # how many engines of the run were given up so far
+# Of a run with several replicas of the engine the two are kept of each; the first has the names without a number.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,12 @@ class PolicyRecords(StoreFile):
         return int(self.state(_POLICY) or 0)
 
     def versions(self) -> Versions:
-        keys = (_POLICY, _ENGINE, _LEARNER, _AHEAD)
-        found = dict(self._read("SELECT key, value FROM run_state WHERE key IN (?, ?, ?, ?)", *keys))
+        keys = (_POLICY, _LEARNER, _AHEAD, f"{_ENGINE}*")
+        sql = "SELECT key, value FROM run_state WHERE key IN (?, ?, ?) OR key GLOB ?"
+        found = dict(self._read(sql, *keys))
         policy = int(found.get(_POLICY, 0))
-        engine = 0 if found.get(_ENGINE) == "0" else policy
+        has = [value for key, value in found.items() if key.startswith(_ENGINE)]
+        engine = 0 if has and set(has) == {"0"} else policy
         learner, ahead = int(found.get(_LEARNER, policy)), int(found.get(_AHEAD, 0))
         return Versions(engine, learner, ahead, self.lineage())
 
@@ -114,28 +117,44 @@ class PolicyRecords(StoreFile):
         """The highest version that any engine of this run may have reported; 0 = none."""
         return max(self.policy_version(), int(self.state(_ANNOUNCED) or 0))
 
-    def publish(self, version: int, *, engine: int | None = None) -> None:
+    def publish(self, version: int, *, engine: int | Mapping[int, int] | None = None) -> None:
         """The engine samples with `version` from now on.
 
         `engine` is the number of the one that was sent it; where that has died meanwhile, the next one has nothing yet.
-        None = there is only one.
+        None = there is only one. Of several replicas, by replica: those that were sent it, and no others have it.
         """
+        sent = engine if isinstance(engine, Mapping) else {0: engine}
         with self._write() as db:
             put_state(db, _POLICY, str(version))
-            if engine in (None, int(get_state(db, _ENGINE_NUMBER) or 0)):
-                put_state(db, _ENGINE, "1")
+            for replica, number in sent.items():
+                if number in (None, int(get_state(db, _of(_ENGINE_NUMBER, replica)) or 0)):
+                    put_state(db, _of(_ENGINE, replica), "1")
             put_state(db, _LEARNER, str(version))
             put_state(db, _AHEAD, "0")
 
-    def forget_engine(self) -> None:
+    def forget_engine(self, replica: int = 0) -> None:
         """A new engine is started: it has none of the run's policies until the learner publishes the next version."""
+        number = _of(_ENGINE_NUMBER, replica)
         with self._write() as db:
-            put_state(db, _ENGINE, "0")
-            put_state(db, _ENGINE_NUMBER, str(int(get_state(db, _ENGINE_NUMBER) or 0) + 1))
+            put_state(db, _of(_ENGINE, replica), "0")
+            put_state(db, number, str(int(get_state(db, number) or 0) + 1))
 
-    def engine_number(self) -> int:
+    def forget_engines(self, num_replicas: int) -> None:
+        """At the start of a run: it has so many replicas of the engine now, and none has a policy."""
+        with self._write() as db:
+            db.execute("DELETE FROM run_state WHERE key GLOB ?", (f"{_ENGINE}.*",))
+        for replica in range(num_replicas):
+            self.forget_engine(replica)
+
+    def engine_number(self, replica: int = 0) -> int:
         """Which engine of the run is the present one, or the next if there is none: they are counted."""
-        return int(self.state(_ENGINE_NUMBER) or 0)
+        return int(self.state(_of(_ENGINE_NUMBER, replica)) or 0)
+
+    def serving(self, num_replicas: int) -> set[int]:
+        """The replicas of the engine that have one of the run's policies."""
+        if not self.policy_version():
+            return set()
+        return {replica for replica in range(num_replicas) if self.state(_of(_ENGINE, replica)) == "1"}
 
     # -- tasks ---------------------------------------------------------------------------------------------------
 
@@ -267,6 +286,10 @@ def engine_at(db: sqlite3.Connection) -> int | None:
     found = dict(db.execute(sql, (_POLICY, _ENGINE, _ENGINE_NUMBER)).fetchall())
     has_policy = found.get(_ENGINE) != "0" and int(found.get(_POLICY, 0)) > 0
     return int(found.get(_ENGINE_NUMBER, 0)) if has_policy else None
+
+
+def _of(key: str, replica: int) -> str:
+    return f"{key}.{replica}" if replica else key
 
 
 def step_taken(db: sqlite3.Connection) -> None:

@@ -33,14 +33,15 @@ async def open_access(
         return spec.access
     proxies = []
     for number, allow in enumerate(_lists(spec, tasks, harnesses)):
-        folder = spec.store.parent / "internal" / f"intercept-{number}"
+        of = f"{spec.replica}-{number}" if spec.replica else f"{number}"
+        folder = spec.store.parent / "internal" / f"intercept-{of}"
         config = InterceptConfig(
             gateway_url=gateway.url,
             admin_url=spec.admin_url,
             admin_key=admin_key,
             confdir=folder,
             allow=allow,
-            events_path=spec.artifacts / f"network-{number}.jsonl",
+            events_path=spec.artifacts / f"network-{of}.jsonl",
         )
         try:
             proxy = await stack.enter_async_context(Interceptor(config))

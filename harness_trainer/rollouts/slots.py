@@ -8,6 +8,7 @@ and `evaluation`'s business.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import uuid
@@ -21,7 +22,7 @@ from harness_trainer.rollouts.group import Group
 from harness_trainer.rollouts.needs import Needs
 from harness_trainer.rollouts.scoring import weigh
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
+from harness_trainer.rollouts.types import NODE, Job, Outcome, RolloutResult
 
 if TYPE_CHECKING:
     from harness_trainer.rollouts.sources import Sources
@@ -30,6 +31,8 @@ log = logging.getLogger("harness_trainer.rollouts")
 
 Attempt: TypeAlias = Callable[[Job], Awaitable[RolloutResult]]  # runs one rollout; raises nothing but cancellation
 Sleep: TypeAlias = Callable[[float], Awaitable[object]]
+# Machines lost under one slot that cost it no try: it may itself be what takes each of them along.
+FREE_LOSSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class Slots:
         config = self._config
         resumed = self._resumed.pop((group.group_id, slot), None)
         first = 0 if resumed is None else resumed.job.attempt
-        for attempt in range(first, max(first, config.infra_retries) + 1):
+        num_lost = 0  # tries that say nothing of the task: their machine was lost
+        for attempt in itertools.count(first):
             hopeless = False
             if resumed is not None:
                 result, resumed = await self._result_of(group, resumed), None
@@ -120,7 +124,8 @@ class Slots:
                 group.wait(slot, result)
                 self._breakers[result.source].note(result)
                 return
-            last = attempt >= config.infra_retries or group.is_hopeless(config.setup_tries)
+            num_lost += result.failed_stage == NODE and num_lost < FREE_LOSSES
+            last = attempt - num_lost >= config.infra_retries or group.is_hopeless(config.setup_tries)
             final = result.outcome is not Outcome.INFRA_FAILED or last
             await asyncio.to_thread(self._store.finish_rollout, result, final=final)
             if final:
@@ -131,7 +136,7 @@ class Slots:
             if final or group.is_stale:  # what was cancelled may still have come to a result
                 return
             self._needs.change(group, 1)
-            await self._sleep(self._backoff.wait_s(attempt))
+            await self._sleep(self._backoff.wait_s(max(0, attempt - num_lost)))
 
     async def _score_together(self, group: Group) -> None:
         """The rollouts whose rewards compare them. Stored as one: siblings of a runner that is killed are run again."""

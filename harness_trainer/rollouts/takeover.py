@@ -34,7 +34,11 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """`tasks`: by name, those trained on and those only evaluated on; `harnesses`, `sources`: the run's, by name."""
+    """`tasks`: by name, those trained on and those only evaluated on; `harnesses`, `sources`: the run's, by name.
+
+    `backend` and `admin` are of the engine's only replica, or the first; `others` of the further ones, in order. An
+    attempt goes on with the replica that it is pinned to.
+    """
 
     journal: Journal
     backend: Backend
@@ -44,6 +48,7 @@ class Takeover:
     evaluation_tasks: Mapping[str, Task]
     harnesses: Collection[str]
     sources: Sequence[str] = ()
+    others: Sequence[tuple[Backend, AdminClient]] = ()
     attach_s: float = ATTACH_S
 
     async def __call__(self) -> Sequence[Job]:
@@ -78,7 +83,9 @@ class Takeover:
     async def _close(self, unfinished: Sequence[Unfinished], taken: Collection[str]) -> None:
         await asyncio.to_thread(self.journal.store.close_lost, taken)
         lost = [each.rollout_id for each in unfinished if each.rollout_id not in taken]
-        await asyncio.gather(*(seal(self.admin, rollout_id) for rollout_id in lost))
+        # Whose session it is the gateways know: only that one has one of this name.
+        admins = [self.admin, *(admin for _, admin in self.others)]
+        await asyncio.gather(*(seal(admin, rollout_id) for rollout_id in lost for admin in admins))
 
     async def _try(self, each: Unfinished, gate: asyncio.Semaphore) -> Job | None:
         task = (self.evaluation_tasks if each.group_id < 0 else self.tasks).get(each.task)
@@ -93,10 +100,12 @@ class Takeover:
             why = "tests were at work in its agent's sandbox"
         elif at_work.sandbox_type != self.journal.sandbox_type:
             why = f"its sandbox is a {at_work.sandbox_type} one"
+        elif at_work.facts.replica > len(self.others):
+            why = "the replica of the engine that it was pinned to is gone"
         else:
             try:
                 async with gate:
-                    sandbox, running = await self._attached(at_work.sandbox_id, at_work.job_id)
+                    sandbox, running = await self._attached(at_work, at_work.job_id)
             except (SandboxError, KeyError, TimeoutError, OSError) as error:
                 why = f"{type(error).__name__}: {error}"
             else:
@@ -114,13 +123,14 @@ class Takeover:
         log.info("rollout %s is given up with the runner that ran it: %s", each.rollout_id, why)
         return None
 
-    async def _attached(self, sandbox_id: str, job_id: str) -> tuple[Sandbox, bool]:
+    async def _attached(self, at_work: AtWork, job_id: str) -> tuple[Sandbox, bool]:
         """The sandbox, and whether the job runs. Raises SandboxError, TimeoutError, KeyError when it does not know it.
 
         Nothing of it is left then.
         """
+        backends = [self.backend, *(backend for backend, _ in self.others)]
         async with asyncio.timeout(self.attach_s):
-            sandbox = await self.backend.attach(sandbox_id)
+            sandbox = await backends[at_work.facts.replica].attach(at_work.sandbox_id)
             try:
                 return sandbox, (await sandbox.job(job_id)).running
             except BaseException:

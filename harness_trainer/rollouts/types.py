@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from sandboxes.base import Sandbox
 
 
+NODE = "node"  # the `failed_stage` of a rollout whose machine was lost under it
+
+
 class Outcome(enum.StrEnum):
     """How a rollout ended. Only INFRA_FAILED is retried; a reward of None is never 0."""
 
@@ -74,7 +77,7 @@ class RolloutResult:
     # wait = for the caps on agents and verifiers; away = its agent had ended, and the runner had been killed;
     # verify.copy and the like are parts of verify. A stage that was not reached is absent.
     stages_s: dict[str, float] = field(default_factory=dict)
-    failed_stage: str = ""  # of an infra failure: the stage it came from
+    failed_stage: str = ""  # of an infra failure: the stage it came from, or NODE
     setup_failed: bool = False  # the task's sandbox cannot be had: another try of the same task fails alike
     warm: bool | None = None  # whether the sandbox had been started ahead of need; None = there was none
     rewards: dict[str, float] = field(default_factory=dict)  # by name, as the tests gave them

@@ -34,7 +34,7 @@ MakeEngine = Callable[[EngineConfig], Startable]
 class EnginePart:
     """`make` builds an engine that was not started; `hold` keeps every call away from whatever listens on its port.
 
-    `url` is there after the first launch, and stays.
+    `url` is there after the first launch, and stays. `replica` says which of the run's engines it is.
     """
 
     def __init__(
@@ -45,13 +45,15 @@ class EnginePart:
         url_file: Path,
         *,
         status: Callable[[str], None],
+        replica: int = 0,
     ) -> None:
         self.url = ""
+        self.url_file = url_file
+        self.replica = replica
         self.hold: Callable[[], None] = lambda: None  # there is no gateway yet when the engine is started first
         self._config = config
         self._make = make
         self._store = store
-        self._url_file = url_file
         self._status = status
         self._engine: Startable | None = None
 
@@ -69,13 +71,13 @@ class EnginePart:
 
     def announce(self) -> None:
         """Tell the learner where it is: from now on it may be sent weights. A later launch does so itself."""
-        write_atomically(self._url_file, self.url)
+        write_atomically(self.url_file, self.url)
 
     def lost(self) -> None:
         """It has died, and with it what it had of the run. Nothing reaches the next one before it has a policy."""
         self.hold()
-        self._url_file.unlink(missing_ok=True)
-        self._store.forget_engine()
+        self.url_file.unlink(missing_ok=True)
+        self._store.forget_engine(self.replica)
 
     def stop(self) -> None:
         """End it, also one that is only being started. Idempotent; blocking."""

@@ -9,8 +9,8 @@ again (an engine loads for a minute) does so in a thread, while the others are w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,13 +79,28 @@ class Parts:
         self._clock = clock
         self._parts: list[Part] = []
         # Threads are made when they are needed: in most runs nothing dies.
-        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="restart")
+        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="start")
 
     def start(self, part: Part) -> None:
         """Start it for the first time and wait until it serves. Raises what its `launch` raises: no second try."""
         self._parts.append(part)
         part.process = part.launch()
         self._event("started", part=part.name, pid=part.process.pid)
+
+    def start_together(self, parts: Sequence[Part]) -> None:
+        """The same for several at a time. Raises what the first to fail raises; `stop` ends the others."""
+        if len(parts) == 1:
+            self.start(parts[0])
+            return
+        self._parts += parts
+        for part in parts:
+            part.starting = self._pool.submit(part.launch)
+        wait([part.starting for part in parts if part.starting is not None], return_when=FIRST_EXCEPTION)
+        done = [part for part in parts if part.starting is not None and part.starting.done()]
+        for part in sorted(done, key=lambda one: one.starting is None or one.starting.exception() is None):
+            assert part.starting is not None
+            part.process, part.starting = part.starting.result(), None
+            self._event("started", part=part.name, pid=part.process.pid)
 
     def look(self) -> None:
         """See who has died, and start again what may be.

@@ -7,7 +7,7 @@ Called by the supervisor once the gateway serves.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness_trainer.errors import GatewayFailed
@@ -19,6 +19,8 @@ from sandboxes.base import Endpoint
 from sandboxes.lifecycle import OwnedProcess, start_process
 
 NAME = "tunnel"
+# Of a person's keys, those that no tunnel's program has a use for.
+_KEYS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "E2B_API_KEY", "OPENREWARD_API_KEY")
 
 
 class WayOut:
@@ -70,6 +72,14 @@ class WayOut:
             self._way.close()
 
     def _spawn(self, argv: list[str], log: Path) -> OwnedProcess:
-        # A tunnel's program may need a person's variables, but never the run's own keys.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("CAPTURE_PROXY_")}
+        env = environment(self._config, os.environ)
         return start_process(argv, env=env, cwd=self._run.path, log_path=log, registry=self._registry, kind=NAME)
+
+
+def environment(config: ExposeConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a tunnel's program gets of a person's variables: never the run's own keys, and other keys only where the
+    program is the person's choice (Gradio fetches its own)."""
+    withheld = () if config.type == "command" else _KEYS
+    return {
+        name: value for name, value in environ.items() if not name.startswith("CAPTURE_PROXY_") and name not in withheld
+    }

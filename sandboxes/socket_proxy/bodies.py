@@ -96,21 +96,21 @@ def container(body: Mapping[str, Any], volumes: Collection[str]) -> tuple[dict[s
     `volumes`: names of volumes that may be mounted, read-only. Raises Refused.
     """
     made = _only(body, _CONTAINER | {"HostConfig"}, "a container")
-    _require(CLAIM in (made.get("Labels") or {}), "a container must carry our label")
+    _require(_is_claimed(made), "a container must carry our label")
     host = made.pop("HostConfig", None) or {}
     _require(isinstance(host, dict), "HostConfig is no object")
     checks: dict[str, Callable[[Any], bool]] = {
         "CapAdd": lambda v: set(v) <= _CAPABILITIES,
         "SecurityOpt": lambda v: set(v) <= _SECURITY,
         "Sysctls": lambda v: set(v) <= _SYSCTLS,
-        "LogConfig": lambda v: v.get("Type", "") in _LOGS,
+        "LogConfig": lambda v: set(v) <= {"Type", "Config"} and v.get("Type", "") in _LOGS,
         "Mounts": lambda v: all(_may_mount(mount, volumes) for mount in v),
+        "StorageOpt": lambda v: set(v) <= {"size"},
     }
     passed = _only(host, _HOST | set(checks) | {"NetworkMode"}, "a container's HostConfig")
     for name, is_allowed in checks.items():
         if name in passed:
             _require(_holds(is_allowed, passed[name]), f"{name} {str(passed[name])[:200]} is not allowed")
-    _require(set(passed.get("StorageOpt", {})) <= {"size"}, "StorageOpt may hold a size only")
     mode = passed.get("NetworkMode")
     made["HostConfig"] = passed
     return made, _network(mode)
@@ -131,9 +131,9 @@ def _network(mode: Any) -> Owned:
 
 def _may_mount(mount: Any, volumes: Collection[str]) -> bool:
     """A named volume of the stack, read-only. A path of the host never: a link in it could lead anywhere by then."""
-    known = {"Type", "Source", "Target", "ReadOnly", "VolumeOptions"}
+    # It is passed on as it is: one more key, also an empty one, may be "readonly" to the engine.
     return (
-        set(_only(mount, known, "a mount")) <= known
+        set(mount) <= {"Type", "Source", "Target", "ReadOnly", "VolumeOptions"}
         and mount.get("Type") == "volume"
         and mount.get("Source") in volumes
         and mount.get("ReadOnly") is True
@@ -153,16 +153,17 @@ def command_start(body: Mapping[str, Any]) -> dict[str, Any]:
 def network(body: Mapping[str, Any]) -> dict[str, Any]:
     """A bridge of ours, with addresses of the engine's choice. Raises Refused."""
     made = _only(body, {"Name", "Driver", "Options", "CheckDuplicate", "Labels", "Internal"}, "a network")
-    _require(CLAIM in (made.get("Labels") or {}), "a network must carry our label")
+    _require(_is_claimed(made), "a network must carry our label")
     _require(made.get("Driver", "bridge") == "bridge", "a network must be a bridge")
-    _require(set(made.get("Options") or {}) <= _NETWORK_OPTIONS, "these options of a network are not allowed")
+    allowed = _holds(lambda v: set(v) <= _NETWORK_OPTIONS, made.get("Options") or {})
+    _require(allowed, "these options of a network are not allowed")
     return made
 
 
 def volume(body: Mapping[str, Any]) -> dict[str, Any]:
     """An empty one of the engine's own: by options it could be any folder of the host. Raises Refused."""
     made = _only(body, {"Name", "Driver", "Labels"}, "a volume")
-    _require(CLAIM in (made.get("Labels") or {}), "a volume must carry our label")
+    _require(_is_claimed(made), "a volume must carry our label")
     _require(made.get("Driver", "local") == "local", "a volume must be local")
     return made
 
@@ -181,6 +182,11 @@ def _is_unset(value: Any) -> bool:
     if isinstance(value, Mapping):  # {"Name": ""} says no more than {}
         return all(_is_unset(item) for item in value.values())
     return value is None or value is False or value == 0 or value == "" or value == []
+
+
+def _is_claimed(made: Mapping[str, Any]) -> bool:
+    labels = made.get("Labels")
+    return isinstance(labels, Mapping) and CLAIM in labels
 
 
 def _holds(check: Callable[[Any], bool], value: Any) -> bool:

@@ -48,11 +48,17 @@ class Wire:
         self.writer: asyncio.StreamWriter = writer
 
     async def next(self) -> Any:
-        """The next event. Raises EOFError when the other side has gone, h11's errors when it does not speak HTTP."""
+        """The next event. Raises EOFError when a client has gone, h11's errors when it speaks no HTTP; ConnectionError
+        for both of an engine."""
         while True:
             if self.conn.they_are_waiting_for_100_continue:
                 await self.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue"))
-            event = self.conn.next_event()
+            try:
+                event = self.conn.next_event()
+            except h11.RemoteProtocolError as error:
+                if self.conn.our_role is h11.SERVER:
+                    raise
+                raise ConnectionError(f"its answer broke off ({error})") from error
             if event is h11.NEED_DATA:
                 self.conn.receive_data(await self.reader.read(_CHUNK))
                 continue
@@ -87,11 +93,11 @@ class Door:
             await self._call(client)
         except Refused as refusal:
             log.warning("refused: %s", refusal)
-            await self._answer(client, 403, f"refused by the socket proxy: {refusal}")
+            await self._answer(client, 403, _said(f"refused by the socket proxy: {refusal}"))
         except OSError as error:
-            await self._answer(client, 502, f"the engine's socket failed: {error}")
+            await self._answer(client, 502, _said(f"the engine's socket failed: {error}"))
         except (EOFError, h11.ProtocolError, TimeoutError, ValueError) as error:
-            await self._answer(client, 400, f"not a call of the engine's API: {error}")
+            await self._answer(client, 400, _said(f"not a call of the engine's API: {error}"))
         finally:
             client.close()
             self._serving.discard(task)
@@ -122,7 +128,7 @@ class Door:
             return b"", []
         try:
             value = json.loads(raw or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Refused("the body is no JSON") from None
         owned: bodies.Owned = []
         if call.body == "create":
@@ -185,15 +191,37 @@ class Door:
             headers.append((b"Content-Length", str(len(body)).encode()))
         await upstream.send(h11.Request(method=request.method, target=call.target, headers=headers))
         if body is None:
-            await _pump(client, upstream)
+            answer = await self._upload(client, upstream)
+            if answer is None:
+                return
         else:
             if body:
                 await upstream.send(h11.Data(data=body))
             await upstream.send(h11.EndOfMessage())
-        await self._pass_answer(client, upstream)
+            answer = await upstream.next()
+        await self._pass_answer(client, upstream, answer)
 
-    async def _pass_answer(self, client: Wire, upstream: Wire) -> None:
-        answer = await upstream.next()
+    async def _upload(self, client: Wire, upstream: Wire) -> Any:
+        """Pass the body on as it comes; the engine's answer. None = it refused before it had read all, as was said.
+
+        An engine that refuses reads no further and closes: a write would then fail, and the reason would be lost.
+        """
+        answering = asyncio.ensure_future(upstream.next())
+        sending = asyncio.ensure_future(_pump(client, upstream))
+        try:
+            await asyncio.wait([answering, sending], return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() or getattr(answering.result(), "status_code", 0) < 400:
+                await sending
+                return await answering
+            text = await _read_body(upstream)
+            await self._answer(client, answering.result().status_code, text)
+            return None
+        finally:
+            for task in (answering, sending):
+                task.cancel()
+            await asyncio.gather(answering, sending, return_exceptions=True)
+
+    async def _pass_answer(self, client: Wire, upstream: Wire, answer: Any) -> None:
         while isinstance(answer, h11.InformationalResponse) and answer.status_code != 101:
             answer = await upstream.next()
         if isinstance(answer, h11.InformationalResponse):
@@ -215,9 +243,8 @@ class Door:
                 task.cancel()
             await asyncio.gather(gone, passing, return_exceptions=True)
 
-    async def _answer(self, client: Wire, status: int, message: str) -> None:
-        """In the engine's own form, if the client still listens and was answered nothing yet."""
-        text = json.dumps({"message": message}).encode()
+    async def _answer(self, client: Wire, status: int, text: bytes) -> None:
+        """If the client still listens and was answered nothing yet; it may still be sending."""
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(text))), ("Connection", "close")]
         with contextlib.suppress(OSError, h11.ProtocolError, TimeoutError):
             await client.send(h11.Response(status_code=status, headers=headers))
@@ -226,6 +253,11 @@ class Door:
             async with asyncio.timeout(_LINGER_S):  # closing on what is still being sent would lose the answer
                 while await client.reader.read(_CHUNK):
                     pass
+
+
+def _said(message: str) -> bytes:
+    """In the engine's own form."""
+    return json.dumps({"message": message}).encode()
 
 
 async def _read_body(wire: Wire, most: int = _BODY_BYTES) -> bytes:

@@ -43,6 +43,8 @@ _BUILD = frozenset(
         "cpusetcpus",
     ]
 )
+# Of a call that starts a container, ends it, or waits for it.
+_SIGNALS = frozenset({"t", "signal", "condition", "detachKeys"})
 
 
 class Refused(Exception):
@@ -110,6 +112,13 @@ def _of(kind: Kind, body: Body = "none", *, upgrade: bool = False) -> Make:
     return lambda path, groups, query: Call(_with(path, query), ((kind, groups[0]),), body, upgrade)
 
 
+def _signal(path: str, groups: tuple[str, ...], query: Query) -> Call:
+    """To a container. It is started as it was made: an engine could also do it from a checkpoint on the host's disk."""
+    if unknown := sorted(set(query) - _SIGNALS):
+        raise Refused(f"this call may not set {', '.join(unknown)}")
+    return Call(_with(path, query), (("container", groups[0]),))
+
+
 def _list(path: str, groups: tuple[str, ...], query: Query) -> Call:
     """Only of what is ours."""
     filters = _object(query.get("filters", "{}"))
@@ -165,7 +174,7 @@ _ROUTES: list[tuple[tuple[str, ...], re.Pattern[str], Make]] = [
         (("GET",), "/containers/json", _list),
         (("POST",), "/containers/create", _create),
         (("GET",), f"/containers/{_NAME}/(?:json|logs|top)", _of("container")),
-        (("POST",), f"/containers/{_NAME}/(?:start|stop|restart|kill|wait)", _of("container")),
+        (("POST",), f"/containers/{_NAME}/(?:start|stop|restart|kill|wait)", _signal),
         (("GET", "HEAD"), f"/containers/{_NAME}/archive", _of("container")),
         (("PUT",), f"/containers/{_NAME}/archive", _of("container", "stream")),
         (("DELETE",), f"/containers/{_NAME}", _of("container")),

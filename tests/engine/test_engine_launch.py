@@ -190,13 +190,13 @@ def test_an_unfit_engine_environment_names_the_command(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, probe: str, text: str
 ) -> None:
     monkeypatch.setenv("FAKE_PROBE", probe)
-    with pytest.raises(SetupError, match=f"{text}; run `make setup`"):
+    with pytest.raises(SetupError, match=f"{text}; run `harness-trainer setup engine`.*`make setup`"):
         engine.start()
 
 
 def test_a_missing_engine_environment_names_the_command(tmp_path: Path) -> None:
     config = EngineConfig(python=tmp_path / "nowhere")
-    with pytest.raises(SetupError, match="run `make setup`"):
+    with pytest.raises(SetupError, match="run `harness-trainer setup engine`.*`make setup`"):
         Engine(config, model=MODEL, log_path=tmp_path / "log", registry=tmp_path / "owned").start()
 
 

@@ -26,7 +26,7 @@ from harness_trainer.expose.tunnels import addresses_in, argv_of
 from harness_trainer.rundir import RunDir
 from harness_trainer.supervision.parts import Parts
 from harness_trainer.supervision.restarts import RestartConfig, Restarts
-from harness_trainer.supervision.way_out import WayOut
+from harness_trainer.supervision.way_out import WayOut, environment
 from harness_trainer.workload import require_way_out
 from sandboxes.base import Access, Endpoint, SandboxError, SandboxGone
 from tests.capture.serving import served
@@ -172,6 +172,19 @@ def test_a_tunnel_that_dies_is_opened_again_and_its_new_address_told(
     run.look_until(lambda: run.run.events.read_text().count("gateway_exposed") == 2)
     assert run.run.events.read_text().count("gateway_unreachable") == 1
     assert "knows of the run's keys: []" in (run.run.logs / "tunnel.log").read_text()
+
+
+def test_a_tunnel_gets_the_keys_that_may_be_its_own_and_no_others(tmp_path: Path) -> None:
+    given = {
+        "PATH": "/bin",
+        "HF_TOKEN": "1",
+        "E2B_API_KEY": "2",
+        "NGROK_AUTHTOKEN": "3",
+        "CAPTURE_PROXY_ENGINE_KEY": "4",
+    }
+    assert environment(CloudflaredExpose(), given) == {"PATH": "/bin", "NGROK_AUTHTOKEN": "3"}
+    assert environment(GradioExpose(), given) == {"PATH": "/bin", "NGROK_AUTHTOKEN": "3"}
+    assert set(environment(tunnel(tmp_path), given)) == {"PATH", "HF_TOKEN", "E2B_API_KEY", "NGROK_AUTHTOKEN"}
 
 
 def test_a_tunnel_that_lives_and_leads_nowhere_is_replaced(ways: Callable[..., Opened], tmp_path: Path) -> None:

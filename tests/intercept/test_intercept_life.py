@@ -123,7 +123,7 @@ async def test_what_cannot_work_is_said_in_one_line_and_leaves_nothing(tmp_path:
             (config(tmp_path / "file"), "cannot use the folder"),
             (config(tmp_path / "b", bind="nowhere"), "HOST:PORT"),
             (config(tmp_path / "b", allow=("http://x",)), "cannot be allowed"),
-            (config(tmp_path / "b", python=tmp_path / "none"), "make setup-intercept"),
+            (config(tmp_path / "b", python=tmp_path / "none"), "harness-trainer setup intercept"),
             (config(tmp_path / "b", python=Path("/bin/true")), "exit code 0"),
             (InterceptConfig("https://x", None, "", tmp_path), "http://HOST:PORT"),
         ]

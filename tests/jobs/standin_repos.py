@@ -30,6 +30,8 @@ class Repos:
     url: str = ""
     store_url: str = ""  # another host, or the client would take it for a renamed repository
     refuses: int = 0  # so many commits are answered 500
+    forgets: int = 0  # so many commits are made, and answered 504
+    about: dict[str, tuple[str, str]] = field(default_factory=dict)  # commit -> title and description
 
     def head(self, repo: str) -> str:
         return list(self.commits[repo])[-1]
@@ -65,6 +67,8 @@ class Repos:
         if commit not in self.commits[repo]:
             return to.send(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"})
         files = self.commits[repo][commit]
+        if action == "commits":
+            return self._log(to, repo, commit)
         if action == "tree":
             return self._tree(to, files, "/".join(rest[1:]))
         if action == "resolve":
@@ -113,11 +117,13 @@ class Repos:
         if self.refuses > 0:
             self.refuses -= 1
             return to.send(500, {"error": "Internal error"})
-        files = dict(self.files(repo))
+        files, about = dict(self.files(repo)), ("", "")
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "header" and value.get("parentCommit") not in (None, self.head(repo)):
                 return to.send(412, {"error": "A commit has happened since. Please refresh and try again."})
+            if line["key"] == "header":
+                about = value["summary"], value.get("description", "")
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
@@ -125,7 +131,20 @@ class Repos:
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         name = self.add(repo, files)
+        self.about[name] = about
+        if self.forgets > 0:
+            self.forgets -= 1
+            return to.send(504, {"error": "Gateway time-out"})
         to.send(200, {"commitUrl": f"{self.url}/{repo}/commit/{name}", "commitOid": name, "pullRequestUrl": None})
+
+    def _log(self, to: Handler, repo: str, commit: str) -> None:
+        names = list(self.commits[repo])
+        found = []
+        for name in reversed(names[: names.index(commit) + 1]):
+            title, message = self.about.get(name, ("", ""))
+            date = "2026-01-01T00:00:00.000Z"
+            found.append({"id": name, "authors": [], "date": date, "title": title, "message": message})
+        to.send(200, found)
 
     def _tree(self, to: Handler, files: dict[str, bytes], folder: str) -> None:
         found = [_entry(name, data) for name, data in files.items() if not folder or name.startswith(f"{folder}/")]

@@ -96,6 +96,30 @@ def test_a_push_that_fails_leaves_the_old_copy(hub: Standin, tmp_path: Path) -> 
     assert pulled(HubCopy(client(), "me/runs", "math"), tmp_path / "again") == read(tmp_path / "b")
 
 
+def test_a_commit_whose_answer_was_lost_is_known_as_our_own(hub: Standin, tmp_path: Path) -> None:
+    copy = HubCopy(client(), "me/runs", "math")
+    copy.push(write(tmp_path / "a", {"config.yaml": b"old", "gone": b""}), "one")
+    hub.repos.forgets = 1
+    with pytest.raises(JobsError, match="504"):
+        copy.push(write(tmp_path / "b", {"config.yaml": b"new"}), "two")
+    HubCopy(client(), "me/runs", "code").push(write(tmp_path / "c", {"config.yaml": b"of another run"}), "one")
+    copy.push(write(tmp_path / "b", {"config.yaml": b"newer"}), "three")
+    assert pulled(HubCopy(client(), "me/runs", "math"), tmp_path / "back") == {"config.yaml": b"newer"}
+
+
+def test_a_commit_whose_answer_was_lost_hides_no_other_writer(hub: Standin, tmp_path: Path) -> None:
+    copy, files = HubCopy(client(), "me/runs", "math"), write(tmp_path / "b", {"config.yaml": b"new"})
+    copy.push(write(tmp_path / "a", {"config.yaml": b"old"}), "one")
+    hub.repos.forgets = 1
+    with pytest.raises(JobsError, match="504"):
+        copy.push(files, "two")
+    theirs = HubCopy(client(), "me/runs", "math")
+    theirs.push(write(tmp_path / "c", {"config.yaml": b"theirs"}), "two")
+    for _ in range(2):
+        with pytest.raises(CopyTaken, match="another job of this run"):
+            copy.push(files, "two")
+
+
 def test_a_killed_push_to_a_folder_leaves_the_old_copy(tmp_path: Path) -> None:
     copy = FolderCopy(tmp_path / "volume")
     copy.push(write(tmp_path / "a", {"config.yaml": b"old"}), "one")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import shutil
 import signal
+import socket
 import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness_trainer.cli.launch_inside import CHECK
+from harness_trainer.errors import RunDirError
 from harness_trainer.in_job import NOT_KEPT, STOPPED, TAKEN, JobRun, Pace
 from harness_trainer.job_order import JobOrder
 from harness_trainer.learner.checkpoints import read_state
@@ -34,23 +41,16 @@ QUICK = Pace(poll=0.02, save=3.0, end=5.0, push_again=0.1, push_apart=0.0, last_
 class Job:
     """One life on one machine; the copy is what lives on."""
 
-    def __init__(self, folder: Path, volume: Path, **order: object) -> None:
+    def __init__(self, folder: Path, volume: Path, *, life: dict[str, Any] | None = None, **order: object) -> None:
+        """`life`: of `JobRun`, beside the usual."""
         config = {"steps": 4, "pause_s": 0.05, "save_steps": 2, **order.pop("config", {})}  # type: ignore[dict-item]
         given = {"run": "math", "runs": str(volume), "timeout_s": 600.0, "margin_s": 60.0, "config": config, **order}
         self.copy = FolderCopy(volume / "math")
         self.run = RunDir(folder / "runs" / "math")
         self.out = io.StringIO()
         self.published: list[Path] = []
-        self.job = JobRun(
-            JobOrder.model_validate(given),
-            self.copy,
-            self.run,
-            train=TRAIN,
-            mask=Mask([SECRET]),
-            publish=self.publish,
-            out=self.out,
-            pace=QUICK,
-        )
+        usual = {"train": TRAIN, "mask": Mask([SECRET]), "publish": self.publish, "out": self.out, "pace": QUICK}
+        self.job = JobRun(JobOrder.model_validate(given), self.copy, self.run, **{**usual, **(life or {})})
 
     def publish(self, folder: Path) -> str:
         self.published.append(folder)
@@ -161,6 +161,108 @@ def test_a_second_job_of_the_same_run_is_ended(tmp_path: Path) -> None:
     back = tmp_path / "back"
     FolderCopy(tmp_path / "volume" / "math").pull(back)
     assert [path.name for path in back.iterdir()] == ["store.sqlite"]
+
+
+# -- before it trains ----------------------------------------------------------------------------------------------
+
+
+def saying(text: str, code: int = 0, then_s: float = 0.0) -> dict[str, Any]:
+    program = f"import sys, time; print({text!r}, sys.argv[1:], flush=True); time.sleep({then_s}); sys.exit({code})"
+    return {"check": [sys.executable, "-c", program]}
+
+
+def test_the_machine_is_checked_with_what_will_be_trained(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume", life=saying(f"all is well, {SECRET}"))
+    assert job.job.go() == 0
+    line = next(line for line in job.told.splitlines() if line.startswith("all is well, ***"))
+    assert f"'--run-dir', '{job.run.path}'" in line and "math.yaml" in line
+    assert job.told.index("all is well") < job.told.index("training from step 0")
+
+
+def test_a_machine_that_will_not_do_is_left_alone(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume", life=saying("no engine; make one", code=3))
+    assert job.job.go() == 3
+    assert "no engine; make one" in job.told and "nothing was started" in job.told and "training" not in job.told
+    assert not (tmp_path / "volume" / "math").exists()
+
+
+def test_the_real_checks_name_what_is_wrong_in_the_jobs_log(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = {"gateway": {"port": taken.getsockname()[1]}}
+        job = Job(tmp_path, tmp_path / "volume", life={"check": CHECK})
+        job.job._order = job.job._order.model_copy(update={"config": config})
+        assert job.job.go() == 3
+    assert f"port {config['gateway']['port']} for the gateway: " in job.told and "--gateway.port 0" in job.told
+
+
+def test_checks_that_hang_keep_no_run_from_starting(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume", life=saying("", then_s=60) | {"pace": replace(QUICK, check=0.2)})
+    assert job.job.go() == 0
+    assert "WARNING: the checks of this machine took over" in job.told and "the run is over" in job.told
+
+
+def test_told_to_go_before_it_trains_it_starts_nothing(tmp_path: Path) -> None:
+    assert Job(tmp_path / "a", tmp_path / "volume", config={"fails": True}).job.go() == 6
+    job = Job(tmp_path / "b", tmp_path / "volume", life=saying("looking", then_s=60))
+    when(lambda: "looking" in job.told, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    began = time.monotonic()
+    assert job.job.go() == STOPPED and time.monotonic() - began < 10
+    assert "not started: this machine was told to go" in job.told and "to go on after step 4" in job.told
+    assert "training" not in job.told
+
+
+def test_what_the_job_has_lived_already_counts(tmp_path: Path) -> None:
+    config = {"steps": 10_000, "save_steps": 10_000}
+    job = Job(tmp_path, tmp_path / "volume", config=config, timeout_s=1000.0, margin_s=100.0, life={"spent_s": 890.0})
+    job.job._clock = lambda: 9.0 + job.job._began + 890.0 if "step 1" not in job.told else 11.0 + job.job._began + 890.0
+    assert job.job.go() == STOPPED
+    assert "ending the run: the job's timeout is 2 minutes away" in job.told
+
+
+def test_a_copy_comes_back_as_a_whole_in_the_place_of_what_is_there(tmp_path: Path) -> None:
+    assert Job(tmp_path / "a", tmp_path / "volume", config={"fails": True}).job.go() == 6
+    job = Job(tmp_path / "b", tmp_path / "volume", config={"steps": 6})
+    job.run.path.mkdir(parents=True)
+    for name in ("store.sqlite-wal", "store.sqlite-shm", "store.sqlite"):  # of a run that has no checkpoint
+        (job.run.path / name).write_bytes(b"of another store")
+    job.run.path.with_name(".math.back").mkdir()
+    assert job.job.go() == 0
+    assert steps_in(job.run.store) == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in job.run.path.parent.iterdir()) == ["math", "math.yaml"]
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_nobody_foresaw_in_a_copy_does_not_end_the_training(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 6, "save_steps": 2, "pause_s": 0.2})
+    push, fails = job.copy.push, iter([True])
+
+    def push_sometimes(files: Mapping[str, Path], message: str) -> str:
+        if next(fails, False):
+            raise KeyError("a library's own")
+        return push(files, message)
+
+    job.copy.push = push_sometimes  # type: ignore[method-assign]
+    assert job.job.go() == 0
+    assert 'the copy could not be made, and is tried again: KeyError: "a library\'s own"' in job.told
+
+
+def test_a_disk_that_takes_no_copy_of_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    take_step(run, 1)
+    write_checkpoint(run, 1)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(RunDirError, match="checkpoint-1 cannot be copied: .*No space left"), snapshot(run):
+        pass
 
 
 def test_a_copy_that_fails_is_made_later(tmp_path: Path, hub: Standin) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness_trainer.cli import main
-from harness_trainer.cli.launch_inside import read_order, with_address
+from harness_trainer.cli.launch_inside import age_of_job, read_order, with_address
 from harness_trainer.errors import ConfigError
 from jobs.errors import JobsError
 from jobs.hf import LABEL, ORDER
@@ -132,6 +132,7 @@ def test_in_the_job_the_address_is_the_services(hub: Standin) -> None:
         (["--rollouts.reward", "mine:score"], "path of this machine"),
         (["--volume", "mine:/mnt"], "--volume"),
         (["--rollouts.group-size", "1"], "group_size"),
+        (["--package", "git+https://a_value@host/me/trainer.git"], "whoever sees the job sees its command"),
     ],
 )
 def test_bad_arguments_are_found_before_anybody_is_asked(
@@ -271,6 +272,23 @@ def test_help_answers_without_the_hubs_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_what_was_installed_before_the_jobs_own_process_is_of_its_time(
+    hub: Standin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    assert launch(*USUAL, "--sandbox", "local", "--detach") == 0
+    job, order = hub.job(), read_order(hub.job().spec["environment"])
+    where = {"JOB_ID": job.id}
+    assert age_of_job(order, where) == 0, "the service does not say"
+    job.started = datetime.now(UTC) - timedelta(minutes=7)
+    assert age_of_job(order, where) == pytest.approx(420, abs=10)
+    job.started = datetime.now(UTC) + timedelta(minutes=7)
+    assert age_of_job(order, where) == 0, "a clock is wrong"
+    assert age_of_job(order, {"JOB_ID": "another"}) == 0 and "WARNING" in capsys.readouterr().err
+    assert age_of_job(order, {}) == 0
+
+
 # -- all of it, in real processes ---------------------------------------------------------------------------------
 
 
@@ -283,7 +301,8 @@ def test_a_killed_jobs_run_is_finished_by_the_next_one(hub: Standin, capsys: pyt
             "import sys",
             f"sys.path.insert(0, {str(root)!r})",
             "from harness_trainer.cli import launch_inside",
-            f"sys.exit(launch_inside.run([], train=[{sys.executable!r}, '-m', 'tests.jobs.playing_train']))",
+            f"train, check = [{sys.executable!r}, '-m', 'tests.jobs.playing_train'], ['true']",
+            "sys.exit(launch_inside.run([], train=train, check=check))",
         )
     )
     order = {

@@ -170,6 +170,7 @@ def test_a_cancelled_job_leaves_a_checkpoint_and_says_how_to_go_on(
         (["--slurm.mem"], "needs a value", 2),
         (["--partition", "nowhere"], "invalid partition specified: nowhere", 3),
         (["--gpus", "-1"], "0 or more", 2),
+        (["--gpus", "2", "--engine.replicas", "2", "--learner.device", "cuda"], "replicas and the learner take 3", 2),
         (["--nodes", "2"], "learner.num_processes 1 must be a multiple", 2),
         (["--nodes", "2", "--learner.num-processes", "4", "--scratch", "/x"], "from all of them", 2),
         (["--rollouts.group-size", "1"], "group_size", 2),

@@ -183,6 +183,16 @@ def test_a_secret_that_the_job_does_not_have_is_named_in_its_log(
     assert follower.code == 1 and "E2B_API_KEY is not set" in log and "SBATCH_EXPORT" in log
 
 
+def test_a_machine_that_will_not_do_ends_the_job_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch)
+    monkeypatch.setenv("PLAY_CHECK", "3")
+    with Sent(an_order(tmp_path)) as sent:
+        log, follower = sent.followed()
+    assert follower.code == 3 and "nothing was started" in log and "training" not in log
+
+
 def test_the_other_nodes_work_until_the_first_has_ended(tmp_path: Path) -> None:
     seen, spec = tmp_path / "seen", tmp_path / "learner.json"
     spec.write_text("old")

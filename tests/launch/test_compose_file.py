@@ -28,7 +28,8 @@ def test_the_engines_socket_is_in_one_container_which_has_nothing_else():
 def test_no_service_has_more_rights_than_it_needs(name):
     service = SERVICES[name]
     assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
-    assert not {"privileged", "cap_add", "ports", "pid", "devices"} & set(service)
+    assert not {"privileged", "cap_add", "pid", "devices"} & set(service)
+    assert ("ports" in service) == (name == "view")
     assert service["profiles"], "a service without a profile would come up without the rest"
 
 
@@ -39,6 +40,20 @@ def test_secrets_and_the_internet_are_the_trainers_alone():
         assert ("outside" in service.get("networks", ())) == is_trainer
     assert FILE["networks"]["model"] == {"internal": True}
     assert all(secret["file"] for secret in FILE["secrets"].values()), "files, byte for byte"
+
+
+def test_the_socket_proxys_own_socket_is_the_trainers_alone():
+    """Engine and gateway, which strangers' requests and a stranger's model reach, cannot ask it for anything."""
+    holders = {name for name, one in SERVICES.items() if "docker:/run/harness-trainer/docker" in volumes_of(one)}
+    assert holders == {"socket-proxy", *(name for name in SERVICES if name.startswith("trainer"))}
+    command = SERVICES["socket-proxy"]["command"]
+    listens = command[command.index("--listen") + 1]
+    assert listens.startswith("/run/harness-trainer/docker/")
+    for name in holders - {"socket-proxy"}:
+        told = SERVICES[name]["environment"]
+        assert told["DOCKER_HOST"] == f"unix://{listens}"
+        # By the name that the trainer removes at the end, which ends the proxy.
+        assert Path(listens) == Path(told["HARNESS_TRAINER_PARTS"]).with_name("docker") / "docker.sock"
 
 
 def test_relays_get_a_volume_with_nothing_but_their_sockets():
@@ -63,7 +78,21 @@ def test_what_a_profile_starts_depends_on_nothing_outside_it():
     for name, service in SERVICES.items():
         for needed in service.get("depends_on", {}):
             assert set(service["profiles"]) <= set(SERVICES[needed]["profiles"]), (name, needed)
-    assert {profile for service in SERVICES.values() for profile in service["profiles"]} == {"cpu", "gpu", "gpu-shared"}
+    assert {profile for service in SERVICES.values() for profile in service["profiles"]} == {
+        "cpu",
+        "gpu",
+        "gpu-shared",
+        "view",
+    }
+
+
+def test_the_viewer_can_write_nothing_and_is_on_loopback_alone():
+    view = SERVICES["view"]
+    assert view["read_only"] and view["volumes"] and all(volume.endswith(":ro") for volume in view["volumes"])
+    assert [port.partition("$")[0] for port in view["ports"]] == ["127.0.0.1:"]
+    assert view["networks"] == ["view"] and [s for s in SERVICES.values() if "view" in s.get("networks", ())] == [view]
+    assert FILE["networks"]["view"]["driver_opts"] == {"com.docker.network.bridge.enable_ip_masquerade": "false"}
+    assert not {"secrets", "environment", "depends_on"} & set(view)
 
 
 def test_images_name_versions_and_run_as_nobody_in_particular():

@@ -13,7 +13,8 @@ import pytest
 
 from harness_trainer.cli import main
 from harness_trainer.config import RunConfig
-from harness_trainer.doctor import check_run, containers, fitting, machine, parts, secrets
+from harness_trainer.doctor import check_run, containers, fitting, machine, parts, secrets, sources
+from harness_trainer.engine.config import EngineEnvironment
 from harness_trainer.errors import ConfigError, SetupError
 from harness_trainer.supervision.remote import PARTS
 
@@ -156,13 +157,50 @@ def test_a_port_that_is_taken_is_named_with_the_flag_that_frees_the_run_of_it():
     assert list(parts.ports(RunConfig())) == [], "any free one is found by itself"
 
 
+def test_the_ports_of_every_replica_are_looked_at():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        taken = sock.getsockname()[1]
+        run = RunConfig.model_validate({"engine": {"replicas": 2, "port": taken - 1}})
+        found = [(check.name, check.ok) for check in parts.ports(run)]
+    assert [name for name, _ in found] == [f"port {taken - 1} for the engine", f"port {taken} for the engine"]
+    assert not found[1][1]
+
+
+def test_replicas_without_a_gpu_each_are_named(monkeypatch, tmp_path):
+    kind = EngineEnvironment(tmp_path, "cuda")
+    monkeypatch.setattr(parts, "find_environment", lambda config: kind)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    check = parts.engine(RunConfig.model_validate({"engine": {"replicas": 2}}))
+    assert not check.ok and "want 2 GPUs and the learner 1, and 2 are visible" in check.fix
+    assert parts.engine(RunConfig.model_validate({"engine": {"replicas": 2}, "learner": {"device": "cpu"}})).ok
+    monkeypatch.setenv(PARTS, str(tmp_path))
+    check = parts.engine(RunConfig.model_validate({"engine": {"replicas": 2}}))
+    assert not check.ok and "leave it at 1 there" in check.fix
+
+
 def test_an_engine_that_would_find_no_compiler_at_its_first_reply_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    assert parts._missing_for_cpu() is not None
+    python = Path(sys.executable)
+    assert parts._missing_for_cpu(python) is not None
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert parts._missing_for_cpu() is None or "libnuma" in parts._missing_for_cpu()[0]
+    assert parts._missing_for_cpu(python) is None or "libnuma" in parts._missing_for_cpu(python)[0]
+
+
+def test_an_engine_whose_python_has_no_headers_to_compile_with_is_named(monkeypatch, tmp_path):
+    """As Debian's is without python3-dev: the first reply would fail at `#include <Python.h>`."""
+    monkeypatch.setattr(parts.ctypes, "CDLL", lambda name: None)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("CXX", sys.executable)
+    for answer, expected in (("False", "Python's headers"), ("True", None)):
+        python = tmp_path / answer
+        python.write_text(f"#!/bin/sh\necho {answer}\n")
+        python.chmod(0o755)
+        missing = parts._missing_for_cpu(python)
+        assert (missing and missing[0]) == expected
 
 
 def test_a_container_of_the_stack_that_is_not_there_is_named(monkeypatch, tmp_path):
@@ -216,6 +254,89 @@ def test_the_real_engine_passes(docker_engine, docker_base_image, monkeypatch):
     settings = {"type": "docker", "image": docker_base_image, "relay_base": docker_base_image}
     checks = containers.engine(wanted=True, config=RunConfig.model_validate({"sandbox": settings}))
     assert [check.ok for check in checks] == [True, True], checks
+
+
+# -- where rollouts come from ----------------------------------------------------------------------------------------
+
+
+def serving():
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    return taken, f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_every_source_is_looked_at_and_every_fault_is_named_with_its_source(tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENREWARD_API_KEY", raising=False)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "?"}) + "\n")
+    (tmp_path / "game.py").touch()
+    there, url = serving()
+    gone, silent = serving()
+    gone.close()
+    with there:
+        config = RunConfig.model_validate(
+            {
+                "sources": [
+                    {"name": "good", "tasks": "examples", "harness": "pyagent:2,opencode"},
+                    {"name": "hub", "tasks": "hf:me/tasks", "harness": "pyagent"},
+                    {"name": "bad", "tasks": str(tmp_path / "none"), "harness": "no-such-agent"},
+                    {"name": "game", "env": f"class:{tmp_path}/game.py:Game", "tasks": str(rows)},
+                    {"name": "lost", "env": "loop:no_such_package.module:Loop", "tasks": str(tmp_path / "game.py")},
+                    {"name": "echo", "env": f"openenv:{url}", "tasks": str(rows)},
+                    {
+                        "name": "dead",
+                        "env": {"type": "openenv-harbor", "url": silent, "token_env": "NOT_SET_ANYWHERE"},
+                    },
+                    {"name": "shop", "tasks": "ors:me/shop"},
+                ]
+            }
+        )
+        checks = by_name(sources.check(config, {}))
+    wrong = sorted(name for name, check in checks.items() if check.required and not check.ok)
+    assert [name for name in wrong if "OpenReward's SDK" not in name] == [
+        "source bad: agents",
+        "source bad: tasks",
+        f"source dead: server {silent}",
+        "source dead: token NOT_SET_ANYWHERE",
+        "source lost: no_such_package.module:Loop",
+        "source lost: rows",
+        "source shop: keys and secrets",
+    ]
+    assert all(checks[name].fix for name in wrong)
+    assert "OPENREWARD_API_KEY" in checks["source shop: keys and secrets"].fix
+    assert "on the Hub" in checks["source hub: tasks"].found
+    assert checks["source good: agents"].found == "pyagent, opencode"
+    assert "game" not in sys.modules, "nobody's code is run"
+
+
+def test_a_run_of_environments_needs_neither_docker_nor_a_sandboxs_key(tmp_path):
+    game = {"name": "game", "env": "class:game.py:Game", "tasks": "rows.jsonl"}
+    games = RunConfig.model_validate({"sources": [game], "sandbox": "e2b"})
+    assert not list(secrets.check(games, {}, tmp_path)) and not sources.needs_docker(games)
+    assert "sandboxes' way to the gateway" not in by_name(sources.check(games, {}))
+    both = RunConfig.model_validate({"sources": [game, {"name": "code", "tasks": "examples"}], "sandbox": "e2b"})
+    assert [check.name for check in secrets.check(both, {}, tmp_path)] == ["key E2B_API_KEY"]
+    way = by_name(sources.check(both, {}))["sandboxes' way to the gateway"]
+    assert not way.ok and "--gateway.expose cloudflared" in way.fix
+    docker = {"type": "openenv", "target": "docker:image"}
+    served = RunConfig.model_validate({"sources": [{"name": "echo", "env": docker, "tasks": "rows.jsonl"}]})
+    assert sources.needs_docker(served)
+    assert sources.needs_docker(RunConfig(sandbox="docker")) and not sources.needs_docker(RunConfig())
+
+
+def test_an_engine_that_serves_already_takes_the_place_of_ours(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HARNESS_TRAINER_ENGINE_PYTHON", str(tmp_path / "none"))
+    there, url = serving()
+    with there:
+        argv = ["rollout", "--run-dir", str(tmp_path / "run"), "--harness", "pyagent", "--engine-url", url]
+        assert main(["doctor", "--json", *argv]) == 0, capsys.readouterr()
+    names = [check["name"] for check in json.loads(capsys.readouterr().out)["checks"]]
+    assert f"server {url}" in names and not any("vLLM" in name for name in names)
+    assert main(["doctor", "--before-run", *argv]) == 3
+    assert "start it, or correct its address" in capsys.readouterr().err
 
 
 # -- the command --------------------------------------------------------------------------------------------------

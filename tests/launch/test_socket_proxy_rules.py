@@ -50,6 +50,7 @@ def test_a_sandbox_as_we_make_it_passes_and_nothing_is_lost():
         {"binds": ["/:/host"]},
         {"Mounts": [{"Type": "bind", "Source": "/", "Target": "/host", "ReadOnly": True}]},
         {"Mounts": [{**RELAY_MOUNT, "type": "bind"}]},  # which of the two keys counts is the engine's choice
+        {"Mounts": [{**RELAY_MOUNT, "readonly": False}]},  # nothing, and yet the last one counts
         {"Mounts": [{**RELAY_MOUNT, "Source": "somebody-elses"}]},
         {"Mounts": [{**RELAY_MOUNT, "ReadOnly": False}]},
         {"Mounts": [{**RELAY_MOUNT, "VolumeOptions": {"DriverConfig": {"Name": "local", "Options": {"device": "/"}}}}]},
@@ -78,6 +79,8 @@ def test_a_sandbox_as_we_make_it_passes_and_nothing_is_lost():
         {"PortBindings": {"80/tcp": [{}]}},
         {"MaskedPaths": ["/nothing"]},
         {"LogConfig": {"Type": "syslog"}},
+        {"LogConfig": {"Type": "local", "type": "syslog", "Config": {"syslog-address": "unixgram:///x"}}},
+        {"StorageOpt": 5},
         {"RestartPolicy": {"Name": "always"}},
     ],
 )
@@ -89,6 +92,8 @@ def test_no_way_out_of_a_container(host):
 def test_a_container_without_our_label_or_with_a_second_host_config_is_refused():
     with pytest.raises(Refused, match="label"):
         bodies.container({**BOX, "Labels": {}}, VOLUMES)
+    with pytest.raises(Refused, match="label"):
+        bodies.container({**BOX, "Labels": f"not {CLAIM}"}, VOLUMES)
     with pytest.raises(Refused, match="hostconfig"):
         bodies.container({**BOX, "hostconfig": {"Privileged": True}}, VOLUMES)
 
@@ -111,6 +116,7 @@ def test_commands_networks_and_volumes():
         ("POST", "/v1.41/containers/4f2a/update"),
         ("POST", "/v1.41/containers/4f2a/rename?name=x"),
         ("POST", "/v1.41/containers/4f2a/attach"),
+        ("POST", "/v1.41/containers/4f2a/start?checkpoint=a&checkpoint-dir=/tmp/theirs"),
         ("GET", "/v1.41/containers/4f2a/export"),
         ("POST", "/v1.41/commit?container=4f2a"),
         ("POST", "/v1.41/images/load"),

@@ -25,6 +25,11 @@ class Engine:
     async def serve(self, reader, writer):
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"PUT"):  # it refuses before it has read what comes
+                text = json.dumps({"message": "no such folder"}).encode()
+                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+                await writer.drain()
+                return writer.close()
             size = next(
                 (int(line.split(b":")[1]) for line in head.split(b"\r\n") if b"ontent-length" in line.lower()), 0
             )
@@ -37,6 +42,8 @@ class Engine:
 
     async def answer(self, head, reader, writer):
         path = head.split(b" ")[1]
+        if path == b"/containers/dies/json":
+            return
         if path == b"/exec/77/start":
             writer.write(b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\nhello ")
             while data := await reader.read(100):
@@ -165,6 +172,27 @@ async def test_nonsense_gets_an_answer_or_an_end_and_reaches_nobody(proxied, non
     assert engine.seen == []
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_an_engine_that_refuses_an_upload_before_its_end_is_heard(proxied, is_slow):
+    _, send = proxied
+    reader, writer = await asyncio.open_unix_connection(send.path)
+    size = 2**24
+    writer.write(b"PUT /containers/4f2a/archive?path=/none HTTP/1.1\r\nHost: d\r\nContent-Length: %d\r\n\r\n" % size)
+    with contextlib.suppress(ConnectionError):
+        writer.write(bytes(100 if is_slow else size))
+        await writer.drain()
+    said = await asyncio.wait_for(reader.read(), 10)
+    assert said.startswith(b"HTTP/1.1 404") and b"no such folder" in said
+    writer.close()
+
+
+async def test_a_body_nested_too_deep_to_read_is_refused(proxied):
+    _, send = proxied
+    deep = b"[" * 200_000
+    said = await send(b"POST /containers/create HTTP/1.1\r\nHost: d\r\nContent-Length: 200000\r\n\r\n" + deep)
+    assert b" 403 " in said and b"no JSON" in said
+
+
 async def test_a_body_too_long_to_judge_is_refused(proxied):
     engine, send = proxied
     said = await send(post("/containers/create", {"Labels": {CLAIM: "x" * 2**21}}))
@@ -173,6 +201,7 @@ async def test_a_body_too_long_to_judge_is_refused(proxied):
 
 async def test_an_engine_that_is_away_is_said_so(proxied):
     _, send = proxied
+    assert b" 502 " in await send(post("/containers/dies/kill"))
     door = Door("/nowhere", [])
     folder = send.path.parent
     async with await asyncio.start_unix_server(door.serve, folder / "other"):

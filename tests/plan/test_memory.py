@@ -137,3 +137,20 @@ def test_a_machine_without_a_gpu_holds_both(shape: ModelShape) -> None:
     learner = learner_memory(config.learner, shape, device="cpu", sharded=False)
     assert fit(config, engine, learner, device="cpu", memory=8 * 2**30, gpus=None).fits
     assert fit(config, engine, learner, device="cpu", memory=2**30, gpus=None).fits is False
+
+
+def test_replicas_share_the_calls_and_each_takes_its_own_memory(shape: ModelShape) -> None:
+    engine = {"replicas": 3, "tensor_parallel_size": 2}
+    config = RunConfig.model_validate({"rollouts": {"max_concurrent": 7}, "engine": engine})
+    memory = engine_memory(config, shape, device="cuda", context=100)
+    assert memory.num_calls == 3, "of one replica"
+    learner = learner_memory(config.learner, shape, device="cuda", sharded=False)
+    few = fit(config, memory, learner, device="cuda", memory=80 * 2**30, gpus=6)
+    assert few.fits is False and "want 7 GPUs, there are 6" in few.notes[0]
+    assert fit(config, memory, learner, device="cuda", memory=80 * 2**30, gpus=7).fits
+    here = {"learner": {"device": "cpu"}}
+    one, three = (RunConfig.model_validate({**here, "engine": {"replicas": number}}) for number in (1, 3))
+    engine_of = engine_memory(one, shape, device="cpu", context=100)
+    on_cpu = learner_memory(one.learner, shape, device="cpu", sharded=False)
+    assert fit(one, engine_of, on_cpu, device="cpu", memory=3 * 2**30, gpus=None).fits
+    assert fit(three, engine_of, on_cpu, device="cpu", memory=3 * 2**30, gpus=None).fits is False

@@ -92,6 +92,10 @@ def test_a_data_sheet_gives_speeds(shape: ModelShape) -> None:
     found = speeds(config(), shape, gpu, context=100.0)
     calls = config().rollouts.max_concurrent
     assert found["engine_tokens_s"].value == pytest.approx(calls * found["call_tokens_s"].value)  # type: ignore[operator]
+    two = speeds(config(engine={"replicas": 2}), shape, gpu, context=100.0)
+    assert two["engine_tokens_s"].value == pytest.approx(calls * two["call_tokens_s"].value)  # type: ignore[operator]
+    assert two["call_tokens_s"].value > found["call_tokens_s"].value, "each has half of the calls"  # type: ignore[operator]
+    assert two["prefill_tokens_s"].value == pytest.approx(2 * found["prefill_tokens_s"].value)  # type: ignore[operator]
     slower = speeds(config(learner={"gradient_checkpointing": True}), shape, gpu, context=100.0)
     assert slower["learner_tokens_s"].value == pytest.approx(found["learner_tokens_s"].value * 3 / 4)  # type: ignore[operator]
     assert "learner_tokens_s" not in speeds(config(), replace(shape, active=None), gpu, context=100.0)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from harness_trainer.cli import main
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = {"docker", "e2b", "mitm", "ors", "harbor", "view", "ray", "slurm", "all"}
@@ -40,12 +42,19 @@ def test_the_changelog_begins_with_the_version() -> None:
     assert newest is not None and newest.group(1) == PROJECT["project"]["version"]
 
 
+def test_the_program_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"harness-trainer {PROJECT['project']['version']}\n"
+
+
 def test_the_wheel_holds_everything_that_is_read_at_run_time(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
-        read = [path for path in (ROOT / package).rglob("*") if path.suffix in (".yaml", ".jinja", ".cfg", ".py")]
-        missing = {str(path.relative_to(ROOT)) for path in read if "__pycache__" not in path.parts} - names
+        read = [path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        missing = {str(path.relative_to(ROOT)) for path in read} - names
         assert not missing
     assert {Path(name).name for name in names if "/share/harness-trainer/requirements/" in name} == {
         path.name for path in (ROOT / "requirements").glob("*.txt")

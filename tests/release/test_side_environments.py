@@ -75,10 +75,20 @@ def test_what_an_environment_is_made_of(name: str, kind: str, steps: list[list[s
     assert python.parts[-2:] == ("bin", "python") and any(str(python.parents[1]) in line for line in said)
 
 
-def test_harbor_needs_its_own_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_environments.shutil, "which", lambda name: None)
-    with pytest.raises(SetupError, match=r"needs Python 3\.12.*HARNESS_TRAINER_HARBOR_PYTHON"):
-        make(ENVIRONMENTS["harbor"], kind="cpu", say=lambda text: None, run=lambda argv: None)
+def test_harbor_needs_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    ran: list[Sequence[str]] = []
+    with pytest.raises(SetupError, match=r"need a Python 3\.12.*HARNESS_TRAINER_HARBOR_PYTHON"):
+        make(ENVIRONMENTS["harbor"], kind="cpu", say=lambda text: None, run=ran.append)
+    # One on PATH that does not work, as pyenv's stand-in for a version that is not switched on, and pyenv's own.
+    own = tmp_path / "pyenv" / "versions" / "3.12.9" / "bin" / "python3.12"
+    own.parent.mkdir(parents=True)
+    for python, script in ((tmp_path / "python3.12", "exit 127"), (own, "echo 3.12")):
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    make(ENVIRONMENTS["harbor"], kind="cpu", say=lambda text: None, run=ran.append)
+    assert ran[0][0] == str(own)
 
 
 def test_a_step_that_fails_is_named_with_its_last_line(tmp_path: Path) -> None:

@@ -249,3 +249,20 @@ def test_notes_are_kept_in_order_and_read_from_where_one_left_off(store):
     assert (first.kind, first.detail["task"]) == ("quarantined", "a")
     assert (second.kind, second.detail["line"], second.detail["pass_at_1"]) == ("evaluation", "two", None)
     assert store.notes(after=first.seq) == [second]
+
+
+def test_each_replica_of_the_engine_has_policies_of_its_own(store):
+    store.forget_engines(2)
+    assert (store.engine_number(0), store.engine_number(1)) == (1, 1) and store.serving(2) == set()
+    store.publish(1, engine={0: 1, 1: 1})
+    assert store.serving(2) == {0, 1} and store.versions().engine == 1
+    store.forget_engine(1)
+    store.publish(2, engine={0: 1, 1: 1})  # what the second was sent died with it
+    assert store.serving(2) == {0} and store.versions().engine == 2
+    store.publish(2, engine={1: 2})
+    store.forget_engine(0)
+    assert store.serving(2) == {1} and store.versions().engine == 2, "as long as any has it"
+    store.forget_engines(1)
+    assert store.serving(2) == set() and store.versions().engine == 0, "a run that goes on with one has no second"
+    store.publish(3, engine=store.engine_number())
+    assert store.serving(1) == {0} and store.versions().engine == 3

@@ -226,3 +226,15 @@ async def test_the_time_of_an_agent_is_its_own_and_nobodys_time_is_not_the_rollo
     assert budget.stages_s["agent"] == pytest.approx(100 - away_s, abs=1)
     assert budget.left_s == pytest.approx(facts.left_s - 100 + away_s, abs=1)
     assert budget.stages_s["create"] == 1.2
+
+
+async def test_an_attempt_goes_on_with_the_replica_that_it_is_pinned_to(store, tmp_path):
+    for slot, replica in enumerate((1, 0, 2)):
+        store.start_rollout(f"r{slot}", 0, slot, 0)
+        store.note_agent(f"r{slot}", "local", "box", replace(FACTS, replica=replica))
+        store.note_job(f"r{slot}", "job-1")
+    first, second, admin, other = Box("box"), Box("box"), Admin(), Admin()
+    jobs = await taken_over(store, tmp_path, {"box": first}, admin=admin, others=[(Backend({"box": second}), other)])
+    assert {job.rollout_id: job.taken.sandbox for job in jobs} == {"r0": second, "r1": first}
+    assert [job.taken.facts.replica for job in jobs] == [1, 0]
+    assert admin.sealed == other.sealed == ["r2"], "of a replica that the run has no more; its gateway alone knows it"

@@ -135,7 +135,8 @@ def test_what_harbor_cannot_do_is_refused_before_a_run(
 
 async def test_without_harbor_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HARNESS_TRAINER_HARBOR_PYTHON", raising=False)
-    for python, words in ((None, "pip install harbor"), ("/no/such/python", "is no program")):
+    monkeypatch.setattr("sandboxes.harbor._OF_CHECKOUT", tmp_path / "none")
+    for python, words in ((None, "harness-trainer setup harbor"), ("/no/such/python", "is no program")):
         with pytest.raises(SandboxError, match=words):
             await backend(tmp_path, python=python).__aenter__()
     with pytest.raises(SandboxError, match="No module named 'harbor'"):
