@@ -41,6 +41,7 @@ class _Seen:
     weight_versions: bool = False
     dev_routes: bool = False
     weight_update: bool = False
+    weight_fault: str = ""  # why it could not be asked for the update
 
 
 async def probe(http: httpx.AsyncClient, *, model: str | None = None) -> Capabilities:
@@ -53,9 +54,11 @@ async def probe(http: httpx.AsyncClient, *, model: str | None = None) -> Capabil
     seen = _Seen()
     for test in (_chat, _processed, _tokens, _weights):
         await _attempt(test, http, name, seen)
-    missing = [hint for capability, hint in MISSING.items() if not getattr(seen, capability)]
+    missing = {name: hint for name, hint in MISSING.items() if not getattr(seen, name)}
     if not seen.dev_routes:  # without these routes nothing is known of the transfer itself
-        missing.remove(MISSING["weight_update"])
+        missing.pop("weight_update", None)
+    if seen.weight_fault:
+        missing["weight_update"] += f" (or it is set: {seen.weight_fault})"
     return Capabilities(
         model=name,
         max_model_len=max_model_len,
@@ -65,7 +68,7 @@ async def probe(http: httpx.AsyncClient, *, model: str | None = None) -> Capabil
         token_in=seen.token_in,
         weight_versions=seen.weight_versions,
         weight_update=seen.dev_routes and seen.weight_update,
-        missing=missing,
+        missing=list(missing.values()),
     )
 
 
@@ -157,5 +160,9 @@ async def _weights(http: httpx.AsyncClient, model: str, seen: _Seen) -> None:
     """The routes answer, and the server's own configuration names a transfer. Nothing is changed."""
     info = await _ask(http, "GET", "/weight_info")
     seen.dev_routes = "weight_version" in info
-    config = await _ask(http, "GET", "/server_info?config_format=json")
+    try:
+        config = await _ask(http, "GET", "/server_info?config_format=json")
+    except EngineError as error:
+        seen.weight_fault = f"/server_info failed, {error}"
+        return
     seen.weight_update = bool(config["vllm_config"].get("weight_transfer_config"))

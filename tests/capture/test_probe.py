@@ -29,6 +29,7 @@ class Server:
     versions: bool = True
     names: tuple[str, ...] = ("m",)
     status: int = 200
+    listing: int = 200  # the status of /server_info
 
     def app(self) -> Starlette:
         routes = [
@@ -84,11 +85,19 @@ class Server:
 
     async def server_info(self, request: Request) -> Response:
         config = {"weight_transfer_config": {"backend": "shm"} if self.transfer else None}
-        return JSONResponse({"vllm_config": config})
+        return JSONResponse({"vllm_config": config}, self.listing)
 
 
 def client(server: Server) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://engine")
+
+
+async def test_a_server_that_fails_to_say_is_quoted() -> None:
+    """vLLM answers 500 here where no pip lists its packages: the flag that is then named may well be set."""
+    async with client(Server(listing=500)) as http:
+        found = await probe(http)
+    assert not found.trainable and len(found.missing) == 1
+    assert MISSING["weight_update"] in found.missing[0] and "(or it is set: /server_info failed, " in found.missing[0]
 
 
 async def test_a_full_server_is_trainable() -> None:
