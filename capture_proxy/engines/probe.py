@@ -57,7 +57,7 @@ async def probe(http: httpx.AsyncClient, *, model: str | None = None) -> Capabil
     missing = {name: hint for name, hint in MISSING.items() if not getattr(seen, name)}
     if not seen.dev_routes:  # without these routes nothing is known of the transfer itself
         missing.pop("weight_update", None)
-    if seen.weight_fault:
+    elif seen.weight_fault:
         missing["weight_update"] += f" (or it is set: {seen.weight_fault})"
     return Capabilities(
         model=name,
@@ -162,6 +162,8 @@ async def _weights(http: httpx.AsyncClient, model: str, seen: _Seen) -> None:
     seen.dev_routes = "weight_version" in info
     try:
         config = await _ask(http, "GET", "/server_info?config_format=json")
+    except EngineUnreachable:
+        raise
     except EngineError as error:
         seen.weight_fault = f"/server_info failed, {error}"
         return
