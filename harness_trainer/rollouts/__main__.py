@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from capture_proxy.admin_client import AdminClient
@@ -28,10 +29,11 @@ from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RunnerSpec
 from harness_trainer.rollouts.harbor_server import open_server
 from harness_trainer.rollouts.model_side import ModelSide, open_model_side
 from harness_trainer.rollouts.runner import Runner, TakeOver
+from harness_trainer.rollouts.sealing import Seal, close_lost, seal
 from harness_trainer.rollouts.sources import OpenSource, Sources, naming
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job
-from harness_trainer.rollouts.white_box_run import close_lost, open_white_box, seal_lost
+from harness_trainer.rollouts.white_box_run import open_white_box
 from sandboxes.base import SandboxError
 
 log = logging.getLogger("harness_trainer.rollouts")
@@ -87,7 +89,8 @@ async def _opened(
         found |= {source.name: source for source in agents.sources}
     in_order = [found[source.name] for source in spec.each_source()]
     if agents is None:
-        return Sources(in_order), None if model_side is None else lambda: close_lost(store, model_side)
+        seals: list[Seal] = [partial(seal, admin) for admin in admins]
+        return Sources(in_order), partial(close_lost, store, seals if model_side is None else [*seals, model_side.seal])
     return Sources(in_order, plan=agents.plan), lambda: _take_over(agents.take_over, store, model_side)
 
 
@@ -96,7 +99,8 @@ async def _take_over(agents: TakeOver, store: RolloutStore, model_side: ModelSid
     unfinished = await asyncio.to_thread(store.unfinished_rollouts)
     jobs = await agents()
     if model_side is not None:
-        await seal_lost(unfinished, {job.rollout_id for job in jobs}, model_side)
+        taken = {job.rollout_id for job in jobs}
+        await asyncio.gather(*(model_side.seal(each.rollout_id) for each in unfinished if each.rollout_id not in taken))
     return jobs
 
 

@@ -1,23 +1,27 @@
 """Cancelling a rollout reaches the model side at once: its session is sealed while its sandbox is being ended.
 
-Owns that order, and sealing a session that may not be there (for `takeover` too). Sealing aborts what the engine
-samples for the session. Without it an agent could go on for as long as ending a sandbox takes, and the engine's work
-for it would be in the way of fresh rollouts.
+Owns that order, sealing a session that may not be there (for `takeover` too), and closing a killed runner's attempts
+where nothing of them can go on. Sealing aborts what the engine samples for the session. Without it an agent could go on
+for as long as ending a sandbox takes, and the engine's work for it would be in the way of fresh rollouts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 from capture_proxy.admin_client import AdminClient
 from capture_proxy.errors import CaptureError
 from harness_trainer.rollouts.slots import Attempt
+from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
 
 log = logging.getLogger("harness_trainer.rollouts")
 
+Seal: TypeAlias = Callable[[str], Awaitable[None]]  # ends one session; raises nothing but cancellation
 SEAL_TIMEOUT_S = 2.0  # cancelled rollouts of a run that is being stopped must not hold it up
 
 
@@ -50,3 +54,16 @@ async def seal(admin: AdminClient, session_id: str) -> None:
                 await admin.seal(session_id)
             except CaptureError as error:  # it had none yet, or the gateway is gone as well
                 log.info("session %s was not sealed: %s", session_id, error)
+
+
+async def close_lost(store: RolloutStore, seals: Sequence[Seal]) -> Sequence[Job]:
+    """Attempts of a killed runner have ended with it, or on their nodes: nothing goes on, and their slots run again.
+
+    Whose session it is the gateways know, and the pipeline of a loop of our own: only that one has one of this name.
+    """
+    lost = await asyncio.to_thread(store.unfinished_rollouts)
+    await asyncio.to_thread(store.close_lost)
+    await asyncio.gather(*(seal_one(each.rollout_id) for each in lost for seal_one in seals))
+    if lost:
+        log.info("%d rollouts were under way when the last runner ended: they start over", len(lost))
+    return ()

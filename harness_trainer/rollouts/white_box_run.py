@@ -2,27 +2,22 @@
 
 Owns what is opened for one and in which order: the source, its tasks, how its rollouts reach the model side. How one
 rollout is run is `white_box`'s. A rollout ends with its runner: its environment and its conversation were in that
-process. The next one closes it, session included, and runs its slot again (`close_lost`). Called by `__main__`.
+process. The next one closes it, session included, and runs its slot again (`sealing`). Called by `__main__`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from harness_trainer.environments.openenv_config import OpenEnvConfig
 from harness_trainer.loops import inspect_source, open_source
 from harness_trainer.loops.places import Places
-from harness_trainer.rollouts.at_work import Unfinished
 from harness_trainer.rollouts.config import SourceSpec
 from harness_trainer.rollouts.group_scores import group_scores_of
 from harness_trainer.rollouts.model_side import ModelSide
 from harness_trainer.rollouts.sources import OpenSource, named
-from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.types import Job
 from harness_trainer.rollouts.white_box import WhiteBoxMeans, run_rollout
 
 log = logging.getLogger("harness_trainer.rollouts")
@@ -53,18 +48,3 @@ async def open_white_box(
         evaluation_tasks=named(spec.name, held_out),
         group_scores=group_scores_of(source),
     )
-
-
-async def close_lost(store: RolloutStore, model_side: ModelSide) -> Sequence[Job]:
-    """Nothing of a killed runner's rollouts goes on, in a run without agents in sandboxes of ours."""
-    lost = await asyncio.to_thread(store.unfinished_rollouts)
-    await asyncio.to_thread(store.close_lost)
-    await seal_lost(lost, (), model_side)
-    if lost:
-        log.info("%d rollouts were under way when the last runner ended, and ended with it", len(lost))
-    return ()
-
-
-async def seal_lost(lost: Sequence[Unfinished], taken: Collection[str], model_side: ModelSide) -> None:
-    """End their sessions on the model side, but for those whose agents go on."""
-    await asyncio.gather(*(model_side.seal(each.rollout_id) for each in lost if each.rollout_id not in taken))

@@ -10,17 +10,19 @@ import pytest
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from capture_proxy.errors import EngineUnreachable
-from capture_proxy.types import TurnRole
+from capture_proxy.types import SessionPolicy, TurnRole
 from harness_trainer.environments import OpenEnvHarborConfig
 from harness_trainer.environments.openenv_harbor import HarborServer, inspect_server
 from harness_trainer.errors import ConfigError, SetupError, TaskError
 from harness_trainer.rewards.custom import load_reward
+from harness_trainer.rollouts.__main__ import _opened
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
 from harness_trainer.rollouts.harbor_server import ServerMeans, run_rollout
+from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, Outcome
 from harness_trainer.tasks import Task
 from sandboxes.base import Access, Endpoint
-from tests.capture.serving import served, until
+from tests.capture.serving import KEY, served, until
 from tests.interop import harbor_standin
 from tests.interop.openenv_servers import a_server, dataset
 
@@ -254,6 +256,20 @@ async def test_a_cancelled_rollout_ends_at_once_and_closes_its_session(tmp_path,
             await rolling
         assert time.monotonic() - began < 3
         assert (await means.admin.session("g0-0-a")).sealed
+
+
+async def test_what_a_killed_runner_left_is_sealed_by_the_next(tmp_path, server):
+    """The server may go on with its agent for a while, which gets no more from the model."""
+    async with meaning(tmp_path, ScriptedEngine(WORKS), config(server)) as means, contextlib.AsyncExitStack() as stack:
+        store = RolloutStore(means.spec.store)
+        stack.callback(store.close)
+        store.open_group(0, "works", "mini-swe-agent")
+        store.start_rollout("g0-0-a", 0, 0, 0)
+        await means.admin.mint("g0-0-a", SessionPolicy(), {})
+        _, take_over = await _opened(stack, means.spec, store, KEY)
+        assert await take_over() == ()
+        assert (await means.admin.session("g0-0-a")).sealed
+        assert store.outcome_counts() == {"cancelled": 1}
 
 
 async def test_a_server_that_dies_in_the_middle_is_noticed_at_once(tmp_path):

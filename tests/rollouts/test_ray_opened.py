@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from capture_proxy.engines.scripted import ScriptedEngine
 from harness_trainer.rewards.custom import load_reward
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
-from harness_trainer.rollouts.on_ray.opened import close_lost, scored, variables
+from harness_trainer.rollouts.on_ray.opened import scored, variables
+from harness_trainer.rollouts.sealing import close_lost, seal
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, Outcome
 from harness_trainer.tasks import Task
@@ -71,7 +73,7 @@ async def test_attempts_of_a_killed_runner_are_closed_and_their_sessions_sealed(
     store.start_rollout("s2", 0, 1, 0)  # it had no session yet
     async with served(ScriptedEngine("the moon", version="v1"), tmp_path / "store.sqlite") as gateway:
         await gateway.mint("s1")
-        assert await close_lost(store, gateway.admin) == ()
+        assert await close_lost(store, [partial(seal, gateway.admin)]) == ()
         assert (await gateway.admin.session("s1")).sealed
     assert store.outcome_counts() == {"cancelled": 2}
     store.close()

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from capture_proxy.admin_client import AdminClient
 from harness_trainer.errors import RunDirError
@@ -25,7 +26,7 @@ from harness_trainer.rollouts.on_ray.cluster import Cluster
 from harness_trainer.rollouts.on_ray.executor import Executor
 from harness_trainer.rollouts.on_ray.messages import Setup, SourceAgents
 from harness_trainer.rollouts.on_ray.precheck import require_possible
-from harness_trainer.rollouts.sealing import seal, sealing
+from harness_trainer.rollouts.sealing import close_lost, seal, sealing
 from harness_trainer.rollouts.slots import Attempt
 from harness_trainer.rollouts.sources import OpenSource, naming
 from harness_trainer.rollouts.store import RolloutStore
@@ -75,7 +76,7 @@ async def open_on_ray(
             evaluated=one.mix.evaluated(one.held_out, every_agent=spec.every_agent, num=None),
         )
         opened.append(source)
-    return Agents(opened, executor.plan, lambda: close_lost(store, admin))
+    return Agents(opened, executor.plan, partial(close_lost, store, [partial(seal, admin)]))
 
 
 class _Teller:
@@ -95,16 +96,6 @@ class _Teller:
             await asyncio.to_thread(self._store.tell, kind, line, **facts)
         except RunDirError as error:  # the log has the line, and what writes next will end the run
             log.error("the store did not take a note: %s", error)
-
-
-async def close_lost(store: RolloutStore, admin: AdminClient) -> Sequence[Job]:
-    """Attempts of a killed runner have ended on their nodes. Their sessions are sealed, and their slots run again."""
-    lost = await asyncio.to_thread(store.unfinished_rollouts)
-    await asyncio.to_thread(store.close_lost)
-    await asyncio.gather(*(seal(admin, one.rollout_id) for one in lost))
-    if lost:
-        log.info("%d rollouts were under way when the last runner ended: they start over", len(lost))
-    return ()
 
 
 def scored(attempt: Attempt, reward: RewardFunction | None, admin: AdminClient) -> Attempt:
