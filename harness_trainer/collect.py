@@ -57,6 +57,7 @@ class Collector(Supervisor):
 
     def _begin(self, stack: ExitStack, store: RolloutStore) -> None:
         self._clean_up()
+        self._forget_reasons(store)
         if self._wanted.engine_url is None:
             self._require_engine()  # cheap to ask, and nothing below is worth doing without it
         work = self._what_runs().only_evaluated()

@@ -98,16 +98,18 @@ class JobRun:
         self._taken: CopyTaken | None = None
 
     def go(self) -> int:
-        """The exit code. Raises JobsError when there is a copy that cannot be brought back."""
+        """The exit code. Raises JobsError for a copy that cannot be brought back, RunDirError where nothing can be
+        written."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._hear)
         if self._warning is not None:
             signal.signal(self._warning, self._hear)
-        self._bring_back()
         import yaml
 
         config = self._run.path.parent / f"{self._order.run}.yaml"
-        write_atomically(config, yaml.safe_dump(self._order.config, sort_keys=False))
+        with filesystem_errors(self._run.path):
+            self._bring_back()
+            write_atomically(config, yaml.safe_dump(self._order.config, sort_keys=False))
         if self._check is not None and (code := self._checked([*self._check, *self._arguments(config)])):
             return code
         if (reason := self._reason()) is not None:  # there is nothing yet that could be lost
@@ -124,29 +126,32 @@ class JobRun:
 
     def _bring_back(self) -> None:
         self._run.path.parent.mkdir(parents=True, exist_ok=True)
-        if newest_step(self._run) is not None:
-            self._say(f"going on with the run that is in {self._run.path}")
-            return
-        if self._copies is None:
-            self._say(f"no checkpoint yet in {self._run.path}: the run begins")
-        elif self._pulled(self._copies):
+        here = newest_step(self._run)
+        # Also where the disk has kept the run: another machine may have gone on with it meanwhile, and a copy that was
+        # not looked at first would count as somebody else's.
+        if self._copies is not None and self._pulled(self._copies, here):
             self._pushed_step = newest_step(self._run)
             self._say(f"going on after step {self._pushed_step}, from the copy at {self._copies.where}")
+        elif here is not None:
+            self._say(f"going on with the run that is in {self._run.path}")
+        elif self._copies is None:
+            self._say(f"no checkpoint yet in {self._run.path}: the run begins")
         else:
             self._say(f"a new run; copies go to {self._copies.where}")
         self._run.path.mkdir(exist_ok=True)
 
-    def _pulled(self, copies: Copies) -> bool:
-        """The copy in the place of what is here, as a whole: a run that was cut off while it came back would look like
-        one without its store, and the log of another store beside a copy's store would spoil it. Raises JobsError."""
+    def _pulled(self, copies: Copies, here: int | None) -> bool:
+        """The copy in the place of what is here, if that is of an earlier step (`here` None = of none). As a whole: a
+        run that was cut off while it came back would look like one without its store, and the log of another store
+        beside a copy's store would spoil it. Raises JobsError."""
         stage = self._run.path.with_name(f".{self._run.path.name}.back")
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir()
         try:
-            if not copies.pull(stage):
+            if not copies.pull(stage) or (here is not None and (newest_step(RunDir(stage)) or 0) <= here):
                 return False
             with filesystem_errors(self._run.path):
-                if self._run.path.exists():  # it has no checkpoint
+                if self._run.path.exists():
                     shutil.rmtree(self._run.path)
                 stage.rename(self._run.path)
             return True
@@ -251,8 +256,7 @@ class JobRun:
     def _end(self, child: subprocess.Popen[str], reason: str) -> None:
         """A checkpoint of what is learnt, then Ctrl-C, which closes sandboxes too."""
         self._say(f"ending the run: {reason}")
-        if self._taken is None and child.poll() is None:
-            checkpoints.request(self._run.checkpoints)
+        if self._taken is None and child.poll() is None and self._asked_to_save():
             wait_s = self._pace.save if self._told_to_go else max(self._pace.save, self._order.margin_s / 2)
             deadline = time.monotonic() + wait_s
             while checkpoints.is_requested(self._run.checkpoints) and time.monotonic() < deadline:
@@ -265,6 +269,12 @@ class JobRun:
             child.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(self._pace.end)
+
+    def _asked_to_save(self) -> bool:
+        why = checkpoints.request(self._run.checkpoints)
+        if why is not None:
+            self._say(f"no checkpoint can be asked for ({why}): the last one counts")
+        return why is None
 
     # -- copies --------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class Supervisor:
         model = prepare_model(config.model, cache_dir(), progress=display.phase)
         store = RolloutStore(run.store)
         stack.callback(store.close)
+        self._forget_reasons(store)
         engines = self._engines(_engine_for(config), model, store, stack)
         on_the_way = transfer_dir(stack, self._registry, run)
         url_files = [engine.url_file for engine in engines]
@@ -106,6 +107,12 @@ class Supervisor:
         for left in reap(self._registry):
             counts = f"{left.num_processes} processes, {len(left.objects)} objects of an engine"
             self._display.phase(f"cleaned up what a dead run left: {left.kind}, {counts} {left.problem}".rstrip())
+
+    def _forget_reasons(self, store: RolloutStore) -> None:
+        """What parts of an earlier life judged is put right by now, or is judged anew. Before any part is started: each
+        takes its own back only when it has loaded, and the learner and this process look before that."""
+        for key in (RUNNER_ERROR, LEARNER_ERROR):
+            store.set_state(key, "")
 
     def _start_runner(
         self,
@@ -275,7 +282,7 @@ class Supervisor:
 
         names = [name_of("engine", engine.replica) for engine in engines]
         parts = [
-            Part(name, self._log(name), EngineFailed, engine.launch, on_death=engine.lost, give_up=engine.stop)
+            Part(name, self._log(name), EngineFailed, engine.launch, on_death=engine.lost, give_up=engine.give_up)
             for name, engine in zip(names, engines, strict=True)
         ]
         self._parts.start_together(parts)
@@ -361,7 +368,9 @@ class Supervisor:
         if process is None or not learner.running or learner.finished:
             return
         self._display.phase(f"told to end: a checkpoint first, if there can be one within {SAVE_S:g} s")
-        checkpoints.request(folder)
+        if (why := checkpoints.request(folder)) is not None:
+            self._display.phase(f"no checkpoint can be asked for ({why}): the last one counts")
+            return
         deadline = time.monotonic() + SAVE_S
         while checkpoints.is_requested(folder) and process.alive() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -105,6 +105,12 @@ class Inspector:
 
     def inspect(self) -> Workload:
         """Raises ConfigError, TaskError, SetupError, EnvironmentFault, each naming the source that it is in."""
+        on_nodes = self.config.rollouts.executor == "ray"
+        if on_nodes and not any(source.env.type == "own" for source in self.config.each_source):
+            raise ConfigError(
+                "--executor ray runs agents in sandboxes on other hosts, and this run has none: leave "
+                "rollouts.executor out"
+            )
         found = []
         for source in self.config.each_source:
             with naming(source.name):
@@ -112,6 +118,8 @@ class Inspector:
                 load_reward(settings.reward)
                 settings = settings.model_copy(update={"reward": pin_reward(settings.reward)})
                 found.append(self._one(source, settings))
+        if on_nodes:
+            self.say(require_cluster(self.config.rollouts.ray, self.config.rollouts.max_concurrent))
         return Workload(found)
 
     def _one(self, source: SourceConfig, settings: RolloutConfig) -> Inspected:
@@ -154,7 +162,6 @@ class Inspector:
         require_way_out(self.config)
         if settings.executor == "ray":  # sandboxes and programs are the nodes', and each looks for itself
             require_possible([*tasks, *kept], mix.harnesses.values(), self.config.sandbox, self.config.engine.replicas)
-            self.say(require_cluster(settings.ray, settings.max_concurrent))
             bins = dict.fromkeys(mix.harnesses, Path("/usr/bin"))
         else:
             asyncio.run(check_tasks([*tasks, *kept], self.config.sandbox, run_id=self.run_id, registry=self.registry))

@@ -249,7 +249,7 @@ class FolderCopy:
             return str(json.loads((self._folder / _POINTER).read_text(encoding="utf-8"))["copy"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise JobsError(f"{self._folder / _POINTER} cannot be read ({error}): remove it to begin anew") from error
 
 

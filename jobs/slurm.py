@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ _OURS = ("array", "error", "ntasks", "ntasks-per-node", "open-mode", "output", "
 # Everything else is an end. PREEMPTED is one where SLURM cancels such jobs, and passing where it requeues them.
 _ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RESIZING", "SUSPENDED", "STOPPED")
 _JOBS = "jobs.jsonl"
+_ANSWER_S = 60.0  # for squeue; a controller that is overloaded answers nobody for minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +127,21 @@ def look(job: Job[Any]) -> tuple[str, str]:
         return str(job.state), ""
     asked = ["squeue", "--noheader", "--states=all", "--format=%T|%N", f"--jobs={job.job_id}"]
     with explained("squeue"):
-        queued = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if queued.returncode == 0 and (lines := queued.stdout.split()):
+        told = _told_by(asked)
+    if lines := told.split():
         state, _, nodes = lines[0].partition("|")
         return state, nodes
     info = job.get_info(mode="force")
     return info.get("State") or "UNKNOWN", info.get("NodeList", "")
+
+
+def _told_by(argv: Sequence[str], timeout_s: float = _ANSWER_S) -> str:
+    """What a program of SLURM's prints; "" = it failed, or gave no answer in time. The next question may get one."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def is_alive(state: str) -> bool | None:

@@ -7,6 +7,7 @@ only passed on, with the secrets. No command of its own in `harness-trainer`: pe
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import signal
 import sys
@@ -67,7 +68,9 @@ def _finish() -> None:
 
 
 def _say_where_to_look(arguments: Sequence[str]) -> None:
-    run_dir = Path(arguments[arguments.index("--run-dir") + 1]) if "--run-dir" in arguments else Path("/runs/train")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs") / arguments[0])  # as the commands have it
+    run_dir = parser.parse_known_args(arguments[1:])[0].run_dir.absolute()
     lines = [
         f"run folder {run_dir}, on the volume of runs; look into it while it goes on, from another terminal:",
         f"  docker compose exec SERVICE harness-trainer traces ls --run-dir {run_dir}    (SERVICE: trainer-cpu, ...)",

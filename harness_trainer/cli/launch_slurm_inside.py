@@ -18,7 +18,7 @@ from typing import Any
 
 from harness_trainer.cli.launch_inside import CHECK, TRAIN
 from harness_trainer.cli.launch_slurm_order import SlurmOrder, missing_secrets, read_order
-from harness_trainer.doctor.secrets import ONE_LINE
+from harness_trainer.doctor.secrets import value_in
 from harness_trainer.errors import ConfigError, SetupError
 from harness_trainer.job_order import JobOrder
 
@@ -75,13 +75,13 @@ def take_secrets(order: SlurmOrder, environ: MutableMapping[str, str]) -> None:
         )
     for name, path in order.secret_files.items():
         try:
-            content = Path(path).read_bytes()
+            content = value_in(Path(path), name)
         except OSError as error:
             raise SetupError(f"--secret-file {name}={path}: {error.strerror}") from error
-        if name in ONE_LINE:  # goes into an HTTP header, where the newline that editors leave could only fail
-            content = content.removesuffix(b"\n").removesuffix(b"\r")
-        if b"\0" in content or not content:
-            raise SetupError(f"--secret-file {name}={path}: it is empty or has a zero byte; is it the right file?")
+        except ValueError as error:
+            raise SetupError(f"--secret-file {name}={path} {error}: is it the right file?") from error
+        if not content:
+            raise SetupError(f"--secret-file {name}={path} is empty: is it the right file?")
         environ[name] = os.fsdecode(content)
 
 

@@ -21,6 +21,7 @@ def run(argv: Sequence[str]) -> int:
     config = resolve(RunConfig, options, {}, options.config)
     from harness_trainer.plan import Machine, make_plan
     from harness_trainer.plan.measured import read_run
+    from harness_trainer.plan.on_nodes import on_nodes
     from harness_trainer.plan.prices import read_prices
     from harness_trainer.plan.report import as_json, lines
     from harness_trainer.plan.shape import read_shape
@@ -34,7 +35,8 @@ def run(argv: Sequence[str]) -> int:
     given = {name: Number(_amount(name, getattr(options, name)), "given") for name in NAMES if getattr(options, name)}
     shape = read_shape(_model_of(config))
     machine = Machine(gpu, memory, options.gpus)
-    plan = make_plan(config, shape, machine, given=given, measured=measured, prices=prices)
+    nodes = on_nodes(config)
+    plan = make_plan(config, shape, machine, given=given, measured=measured, prices=prices, nodes=nodes)
     print(json.dumps(as_json(plan), indent=1) if options.json else "\n".join(lines(plan)))
     return 1 if plan.fit.fits is False else 0
 

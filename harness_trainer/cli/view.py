@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import secrets
 import socket
@@ -65,7 +66,11 @@ def _holds_run(path: Path) -> bool:
 def _last_written(path: Path) -> float:
     store = RunDir(path).store
     files = (store, store.with_name(store.name + "-wal"), RunDir(path).config)
-    return max(file.stat().st_mtime for file in files if file.exists())
+    times = [0.0]
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # a run that ends removes its log
+            times.append(file.stat().st_mtime)
+    return max(times)
 
 
 def _listen(host: str, port: int) -> socket.socket:

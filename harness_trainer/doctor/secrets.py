@@ -45,22 +45,26 @@ def take_over(folder: Path) -> list[str]:
         if not _VARIABLE.fullmatch(file.name):
             continue
         try:
-            value = file.read_bytes()
+            value = value_in(file, file.name)
         except OSError as error:
             raise SetupError(
                 f"the secret {file.name} cannot be read ({error.strerror}): its file on the host must be readable by "
                 "user 10001, for example chmod 644 in a folder that only you may enter"
             ) from None
-        if b"\0" in value:
-            raise ConfigError(
-                f"the secret {file.name} has a zero byte, which no variable can hold: is it the right file?"
-            )
-        if file.name in ONE_LINE:
-            value = value.removesuffix(b"\n").removesuffix(b"\r")
+        except ValueError as error:
+            raise ConfigError(f"the secret {file.name} {error}: is it the right file?") from None
         if value:
             os.environb[file.name.encode()] = value
             taken.append(file.name)
     return taken
+
+
+def value_in(file: Path, name: str) -> bytes:
+    """What the variable gets from the file. Raises OSError, and ValueError for a byte that no variable can hold."""
+    value = file.read_bytes()
+    if b"\0" in value:
+        raise ValueError("has a zero byte, which no variable can hold")
+    return value.removesuffix(b"\n").removesuffix(b"\r") if name in ONE_LINE else value
 
 
 def check(config: RunConfig, environ: Mapping[str, str], folder: Path = SECRETS) -> Iterator[Check]:

@@ -34,6 +34,8 @@ def check(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Check]:
     """Of all sources; what is of one among several says so."""
     if has_sandboxes(config):
         yield _way_out(config)
+        if config.rollouts.executor == "ray":
+            yield _asked("Ray cluster", partial(_cluster, config.rollouts))
     for source in config.each_source:
         settings = own_rollouts(config.rollouts, source)
         checks = _white_box(source, environ) if isinstance(source.env, WHITE_BOX) else _agents(source, settings)
@@ -47,9 +49,10 @@ def has_sandboxes(config: RunConfig) -> bool:
 
 
 def needs_docker(config: RunConfig) -> bool:
-    """For sandboxes, or for an environment's server in a container."""
+    """For sandboxes of this machine, or for an environment's server in a container."""
     servers = any(isinstance(one.env, OpenEnvConfig) and one.env.kind == "docker" for one in config.each_source)
-    return servers or (config.sandbox.type == "docker" and has_sandboxes(config))
+    here = config.rollouts.executor == "local"  # else each node looks for its own when it is opened
+    return servers or (here and config.sandbox.type == "docker" and has_sandboxes(config))
 
 
 def _way_out(config: RunConfig) -> Check:
@@ -60,6 +63,12 @@ def _way_out(config: RunConfig) -> Check:
         return "there is one"
 
     return _asked("sandboxes' way to the gateway", found)
+
+
+def _cluster(settings: RolloutConfig) -> str:
+    from harness_trainer.rollouts.on_ray.precheck import require_cluster
+
+    return require_cluster(settings.ray, settings.max_concurrent)
 
 
 def _agents(source: SourceConfig, settings: RolloutConfig) -> Iterator[Check]:
@@ -142,8 +151,14 @@ def _server(source: SourceConfig, environ: Mapping[str, str]) -> Iterator[Check]
 
 def listens(url: str) -> Check:
     """Whether somebody takes connections there; what it is, the run asks."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    shown = url.rpartition("@")[2]  # without what may be a password
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        return Check(f"server {shown}", False, f"no address: {error}", "write it as http://HOST:PORT")
+    if not host:
+        return Check(f"server {shown}", False, "no address", "write it as http://HOST:PORT")
     name = f"server {parts.scheme}://{host}:{port}"
     if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
         return Check(name, True, "behind a proxy: not looked at", required=False)

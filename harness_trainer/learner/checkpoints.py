@@ -75,10 +75,17 @@ def complete(checkpoint: Path, state: HarnessState, *, keep: int | None) -> None
             shutil.rmtree(path)
 
 
-def request(folder: Path) -> None:
-    """Ask the run's learner for a checkpoint as soon as it can: at once while it waits, else when its step is over."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _WANTED).touch()
+def request(folder: Path) -> str | None:
+    """Ask the run's learner for a checkpoint as soon as it can: at once while it waits, else when its step is over.
+
+    Why it cannot be asked, as on a full disk; None = it was. Whoever asks ends a run, and must get to the end of that.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _WANTED).touch()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def is_requested(folder: Path) -> bool:

@@ -23,6 +23,10 @@ _POLL_S = 0.1
 _TOGETHER_S = 1.0  # within which the supervisor announces all that it has started
 
 
+class AllAway(EngineGone):
+    """No replica serves, and the supervisor has seen it: the next one is worth waiting for."""
+
+
 class Replicas:
     """Implements `engine_presence.Presence` over the presence of each replica; `away_s` bounds the wait for any."""
 
@@ -41,7 +45,12 @@ class Replicas:
     @property
     def is_lost(self) -> bool:
         """Whether a replica that died serves again, without weights. One that is still away holds up nobody."""
-        return any(member.is_back for member in self._members)
+        return any(member.is_back or self._lacks_newest(replica) for replica, member in enumerate(self._members))
+
+    def _lacks_newest(self, replica: int) -> bool:
+        """Of one that came back while another was sent weights: it was reached by then, and no longer `is_back`."""
+        member = self._members[replica]
+        return self._newest > 0 and not member.is_lost and self._holds.get(replica) != (self._newest, member.number)
 
     def url(self, replica: int) -> str:
         return self._urls[replica]
@@ -80,17 +89,17 @@ class Replicas:
         return there
 
     def lacking(self, version: int) -> list[int]:
-        """Whom to send `version`. Raises EngineGone when there is no engine at all."""
+        """Whom to send `version`. Raises AllAway when there is no engine at all."""
         there = self.present()
         if not there:
-            raise EngineGone("no replica of the engine serves: all are being started again")
+            raise AllAway("no replica of the engine serves: all are being started again")
         return [replica for replica in there if self._holds.get(replica) != (version, self._members[replica].number)]
 
     def each(self, replicas: Sequence[int], work: Callable[[int], None]) -> list[int]:
         """Do `work` to all of them at the same time; those for which it was done.
 
-        One whose engine has died meanwhile is left out. Raises what the first of the others raises, and EngineGone
-        when all have died.
+        One whose engine has died meanwhile is left out. Raises what the first of the others raises, and AllAway when
+        no engine is left, of those that had no need of `work` neither.
         """
         errors: dict[int, BaseException | None] = {}
 
@@ -112,8 +121,9 @@ class Replicas:
             if error is not None and not self._is_death(replica, error):
                 raise error
         done = [replica for replica in replicas if errors[replica] is None]
-        if replicas and not done:
-            raise EngineGone("every replica of the engine died while it was sent weights")
+        others = [member for replica, member in enumerate(self._members) if replica not in replicas]
+        if replicas and not done and all(member.is_lost for member in others):
+            raise AllAway("every replica of the engine died while it was sent weights")
         return done
 
     def has(self, version: int, replicas: Sequence[int]) -> None:
@@ -129,9 +139,7 @@ class Replicas:
                 reach()
                 send()
                 return
-            except EngineGone as error:
-                if self.present():
-                    raise
+            except AllAway as error:
                 logger.warning("waiting for the engine: %s", error)
 
     def is_gone(self, error: BaseException) -> bool:

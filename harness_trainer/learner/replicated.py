@@ -75,7 +75,8 @@ class _Replicated(Generic[T]):
 
     def _targets(self, version: int) -> list[int]:
         self.init_weight_transfer()
-        return [replica for replica in self._replicas.lacking(version) if replica in self._transfers]
+        # One that came back since the line above has not been told of us: it is sent the version next time.
+        return [replica for replica in self._replicas.lacking(version) if self._is_greeted(replica)]
 
     def _is_greeted(self, replica: int) -> bool:
         return self._greeted.get(replica) == self._replicas.number(replica)

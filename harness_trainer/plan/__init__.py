@@ -1,9 +1,9 @@
 """What a run will need and come to, before a machine is paid for: memory, pace, hours, cost, bottleneck.
 
 Owns putting the parts together: `shape` (the model), `learner_memory` and `engine_memory` (bytes), `fitting`,
-`workload` with `measured` and `speeds` (numbers and their origins), `mixture` (several sources), `pace` (bounds),
-`prices`. Starts nothing and reads no weights. The formulas and their sources are docs/plan.md's. Called by `cli.plan`
-alone, which shows it by `report`.
+`workload` with `measured` and `speeds` (numbers and their origins), `mixture` (several sources), `on_nodes` (a Ray
+cluster's places), `pace` (bounds), `prices`. Starts nothing and reads no weights. The formulas and their sources are
+docs/plan.md's. Called by `cli.plan` alone, which shows it by `report`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from harness_trainer.plan.engine_memory import EngineMemory, engine_memory
 from harness_trainer.plan.fitting import Fit, fit
 from harness_trainer.plan.learner_memory import LearnerMemory, learner_memory
 from harness_trainer.plan.mixture import Source, mixed, sources_of
+from harness_trainer.plan.on_nodes import OnNodes
 from harness_trainer.plan.pace import Pace, pace
 from harness_trainer.plan.prices import Flavor, Prices
 from harness_trainer.plan.shape import ModelShape
@@ -68,6 +69,7 @@ class Plan:
     sources: list[Source]
     costs: list[Cost] = field(default_factory=list)
     prices: Prices | None = None
+    nodes: OnNodes | None = None
 
     @property
     def hours(self) -> float | None:
@@ -95,17 +97,23 @@ def make_plan(
     given: Mapping[str, Number],
     measured: Mapping[str, Number],
     prices: Prices | None = None,
+    nodes: OnNodes | None = None,
 ) -> Plan:
     """`given` and `measured`: numbers of a `Workload` by name, from a person and from a run."""
-    plan = _for_machine(config, shape, machine, given, measured)
+    plan = _for_machine(config, shape, machine, given, measured, nodes)
     if prices is None:
         return plan
-    costs = [_cost(config, shape, name, each, prices, given, measured) for name, each in prices.flavors.items()]
+    costs = [_cost(config, shape, name, each, prices, given, measured, nodes) for name, each in prices.flavors.items()]
     return replace(plan, costs=costs, prices=prices)
 
 
 def _for_machine(
-    config: RunConfig, shape: ModelShape, machine: Machine, given: Mapping[str, Number], measured: Mapping[str, Number]
+    config: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    given: Mapping[str, Number],
+    measured: Mapping[str, Number],
+    nodes: OnNodes | None,
 ) -> Plan:
     device: Literal["cuda", "cpu"] = "cpu" if config.learner.device == "cpu" else "cuda"
     kept = measured
@@ -123,7 +131,8 @@ def _for_machine(
     learner = learner_memory(config.learner, shape, device=device, sharded=is_sharded(config))
     memory = _machine_memory() if device == "cpu" and machine.memory is None else machine.memory
     verdict = fit(config, engine, learner, device=device, memory=memory, gpus=machine.gpus)
-    return Plan(config, device, shape, engine, learner, verdict, load, pace(config, load, sources), sources)
+    found = pace(config, load, sources, None if nodes is None else nodes.places)
+    return Plan(config, device, shape, engine, learner, verdict, load, found, sources, nodes=nodes)
 
 
 def _cost(
@@ -134,8 +143,9 @@ def _cost(
     prices: Prices,
     given: Mapping[str, Number],
     measured: Mapping[str, Number],
+    nodes: OnNodes | None,
 ) -> Cost:
-    plan = _for_machine(config, shape, Machine(flavor.known, flavor.memory, flavor.gpus), given, measured)
+    plan = _for_machine(config, shape, Machine(flavor.known, flavor.memory, flavor.gpus), given, measured, nodes)
     if plan.hours is None:
         return Cost(name, plan.fit.fits, None, None)
     total = plan.hours * flavor.per_hour

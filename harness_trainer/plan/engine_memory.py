@@ -65,7 +65,9 @@ def engine_memory(config: RunConfig, shape: ModelShape, *, device: str, context:
 
 def calls_of(config: RunConfig) -> int:
     """Calls that a run makes at a time of one replica of the engine."""
-    return math.ceil((config.rollouts.max_running or config.rollouts.max_concurrent) / config.engine.replicas)
+    rollouts = config.rollouts
+    max_running = None if rollouts.executor == "ray" else rollouts.max_running  # there it is of each node
+    return math.ceil((max_running or rollouts.max_concurrent) / config.engine.replicas)
 
 
 def engine_size(config: RunConfig, device: str) -> int:

@@ -42,14 +42,17 @@ class Pace:
         return None if not self.step_s else 3600 / self.step_s
 
 
-def pace(config: RunConfig, load: Workload, sources: Sequence[Source] = ()) -> Pace:
+def pace(config: RunConfig, load: Workload, sources: Sequence[Source] = (), on_nodes: int | None = None) -> Pace:
     """What the numbers of `load` come to with the settings of `config`.
 
     Of `sources`, those whose environments take fewer rollouts at a time than there are places are bounds of their own.
+    `on_nodes`: how many rollouts the nodes of a Ray cluster take at a time; None = there are none, or it is not known.
     """
     learner, rollouts = config.learner, config.rollouts
     wanted = learner.groups_per_step * rollouts.group_size / (load.kept.value or 1.0)
-    places = min(rollouts.max_concurrent, rollouts.max_running or rollouts.max_concurrent)
+    # On nodes `max_running` is each node's own.
+    most = on_nodes if rollouts.executor == "ray" else rollouts.max_running
+    places = min(rollouts.max_concurrent, most or rollouts.max_concurrent)
     open_rollouts = learner.groups_per_step * (learner.max_staleness or 1) * rollouts.group_size
     in_flight = min(places, open_rollouts)
     rollout_s = _added(load.agent_s.value, load.engine_s.value)

@@ -89,6 +89,8 @@ def _pace(plan: Plan) -> Iterator[str]:
     yield f"Steps per hour: {_amount(pace.per_hour)}; hours for {steps} steps: {_amount(plan.hours)}"
     yield f"  rollouts per hour    {_amount(hour)} ({_amount(pace.rollouts_per_step)} a step)"
     yield f"  a rollout            {_amount(pace.rollout_s)} s; {pace.in_flight} at a time"
+    if plan.nodes is not None:
+        yield f"  nodes                {plan.nodes.line}"
     yield f"  sandboxes per hour   {_amount(plan.sandboxes_per_hour)}"
     yield f"  tokens per hour      sampled {_amount(sampled)}, prompts {_amount(read)}, trained on {_amount(trained)}"
     yield "  a step takes at least, by what holds it:"
@@ -169,6 +171,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "hours": plan.hours,
         "rollouts_per_hour": plan.rollouts_per_hour,
         "sandboxes_per_hour": plan.sandboxes_per_hour,
+        "at_once": plan.pace.in_flight,
+        "nodes": None if plan.nodes is None else {"places": plan.nodes.places, "found": plan.nodes.line},
         "sources": [
             {
                 "name": one.name,

@@ -12,6 +12,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from harness_trainer.engine.config import EngineConfig
+from harness_trainer.errors import EngineFailed
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rundir import write_atomically
 from harness_trainer.supervision.process import PartProcess
@@ -56,12 +57,15 @@ class EnginePart:
         self._store = store
         self._status = status
         self._engine: Startable | None = None
+        self._given_up = False
 
     def launch(self) -> PartProcess:
         """Blocking, until it answers. Raises SetupError, EngineFailed."""
         again = bool(self.url)
         self.stop()  # what is left of an earlier one
         self._engine = self._make(self._config)
+        if self._given_up:  # while the earlier one ended, which is what `give_up` found
+            raise EngineFailed("the run ended before the engine was started")
         # When it is started again a status line would fight with that of the run, which goes on.
         self.url = self._engine.start(lambda text: None if again else self._status(f"engine: {text}"))
         self._config = self._config.model_copy(update={"port": urlsplit(self.url).port})
@@ -78,6 +82,11 @@ class EnginePart:
         self.hold()
         self.url_file.unlink(missing_ok=True)
         self._store.forget_engine(self.replica)
+
+    def give_up(self) -> None:
+        """End a launch that is under way in another thread."""
+        self._given_up = True
+        self.stop()
 
     def stop(self) -> None:
         """End it, also one that is only being started. Idempotent; blocking."""

@@ -77,7 +77,7 @@ def make_app(run: RunDir) -> Starlette:
     routes += [Route(f"/api{one}/trace", view.trace)]
     routes += [Route("/api" + path, _as_json(answer)) for path, answer in data.items()]
     routes += [Mount("/static", StaticFiles(directory=Path(__file__).parent / "static"))]
-    handlers = dict.fromkeys((*_STATUS, HTTPException), view.error)
+    handlers = dict.fromkeys((*_STATUS, HTTPException, Exception), view.error)
     return Starlette(routes=routes, exception_handlers=handlers)
 
 

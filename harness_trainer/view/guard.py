@@ -69,6 +69,9 @@ class Guard:
                 "--allow-host NAME\n",
                 421,
             )
+        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-dest") != "document":
+            # A page elsewhere could not read the answer, but by asking for it again and again slow the run's machine.
+            return PlainTextResponse("not for pages of other sites: follow a link to this address\n", 403)
         if scope["method"] not in _METHODS:
             return PlainTextResponse("read-only\n", 405, {"allow": ", ".join(_METHODS)})
         return None if self._token is None else self._ask(scope, headers, hosts[0], self._token)

@@ -74,10 +74,9 @@ def read_part(folder: Path, name: str, start: int | None = None) -> Part:
                 at, data = at + cut, data[cut:]
             if at + len(data) < status.st_size:
                 data = data[: data.rfind(b"\n") + 1] or data
-    except FileNotFoundError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        raise FileNotFoundError(f"{name}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else "there is no such file"
+        raise FileNotFoundError(f"{name}: {why}; the page before this one lists what was kept") from error
     return Part(data.decode("utf-8", "replace"), at, at + len(data), max(status.st_size, at + len(data)))
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 
 from harness_trainer.engine.config import EngineConfig, find_environment
 from harness_trainer.errors import SetupError
+from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.store import RolloutStore
 from tests.engine.tiny_model import make_tiny_model
 from tests.rollouts.rolling import CALL, VERIFY
@@ -72,11 +73,13 @@ def serving(engine: TextEngine):
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     engine.url = f"http://127.0.0.1:{server.server_port}"
-    yield engine
-    engine.stalled.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield engine
+    finally:
+        engine.stalled.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 STOP = {"finish_reason": "stop"}
@@ -176,6 +179,8 @@ def test_after_kill_9_the_same_command_runs_what_is_missing(tmp_path):
             time.sleep(0.1)
         engine.stalled.set()
         kept = finished(store_file)
+        with closing(RolloutStore(store_file)) as store:  # what a runner judged that a person has put right since
+            store.set_state(RUNNER_ERROR, "nothing can be started there")
         code, _, err = command.run()
         assert code == 0, err
     store = RolloutStore(store_file)

@@ -233,6 +233,45 @@ def test_a_copy_comes_back_as_a_whole_in_the_place_of_what_is_there(tmp_path: Pa
     assert sorted(path.name for path in job.run.path.parent.iterdir()) == ["math", "math.yaml"]
 
 
+@pytest.mark.parametrize(("elsewhere", "says"), [(0, "going on with the run that is in"), (6, "going on after step 6")])
+def test_a_disk_that_has_kept_the_run_goes_on_from_the_later_of_it_and_the_copy(
+    tmp_path: Path, elsewhere: int, says: str
+) -> None:
+    volume = tmp_path / "volume"
+    assert Job(tmp_path / "a", volume, config={"fails": True}).job.go() == 6  # after step 4
+    if elsewhere:
+        assert Job(tmp_path / "b", volume, config={"steps": elsewhere, "fails": True}).job.go() == 6
+    again = Job(tmp_path / "a", volume, config={"steps": 8})
+    assert again.job.go() == 0
+    assert says in again.told and f"training from step {elsewhere or 4}" in again.told
+    assert steps_in(again.run.store) == [1, 2, 3, 4, 5, 6, 7, 8]
+    back = RunDir(tmp_path / "back")
+    assert FolderCopy(volume / "math").pull(back.path) and newest_step(back) == 8
+
+
+def test_told_to_go_with_a_full_disk_it_ends_in_order_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch = Path.touch
+
+    def full(path: Path, *given: Any) -> None:
+        if path.name == "save-now":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        touch(path, *given)
+
+    monkeypatch.setattr(Path, "touch", full)
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 10_000, "save_steps": 1})
+    when(lambda: "step 3" in job.told, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert job.job.go() == STOPPED
+    assert "can be asked for (No space left on device)" in job.told and "sandboxes are closed" in job.told
+
+
+def test_a_disk_on_which_no_run_can_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match="run folder .*file/runs/math: .*check the path and the disk"):
+        Job(tmp_path / "file", tmp_path / "volume").job.go()
+
+
 # -- copies ----------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from harness_trainer.config import RunConfig
 from harness_trainer.errors import ConfigError, SetupError
 from jobs import slurm_step
 from jobs.errors import JobsError
-from jobs.slurm import Order, checked_extra, is_alive, jobs_of, minutes_of, script, submit
+from jobs.slurm import Order, _told_by, checked_extra, is_alive, jobs_of, minutes_of, script, submit
 from jobs.slurm_follow import Follower, Pace, Tail, outcome
 from jobs.slurm_step import Step, ended_with, warning_signal
 from tests.jobs.slurm_inside import INSIDE
@@ -253,6 +253,12 @@ def test_what_is_no_time(text: str) -> None:
 def test_parameters_that_are_not_free(name: str, says: str) -> None:
     with pytest.raises(JobsError, match=says):
         checked_extra({name: "x"})
+
+
+def test_a_controller_that_does_not_answer_holds_nobody_up() -> None:
+    began = time.monotonic()
+    assert _told_by(["sleep", "30"], timeout_s=0.1) == "" and time.monotonic() - began < 5
+    assert _told_by(["echo", "RUNNING|n1"]) == "RUNNING|n1\n" and _told_by(["false"]) == ""
 
 
 # -- inside -------------------------------------------------------------------------------------------------------

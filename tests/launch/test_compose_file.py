@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness_trainer.cli import in_compose
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "compose.yaml").read_text()
 FILE = yaml.safe_load(TEXT)
@@ -108,3 +110,10 @@ def test_images_name_versions_and_run_as_nobody_in_particular():
 def test_the_image_context_holds_no_secret_and_no_environment():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[1] == "*" and ignored.index("docker/secrets") > ignored.index("!docker")
+
+
+@pytest.mark.parametrize("given", [["--run-dir", "/runs/two"], ["--run-dir=/runs/two"]])
+def test_a_person_is_told_where_the_run_really_is(given, capsys):
+    in_compose._say_where_to_look(["train", "--plain", *given, "--model", "m"])
+    said = capsys.readouterr().err
+    assert "--run-dir /runs/two " in said and "/runs/two/metrics.jsonl" in said and "runs/train" not in said

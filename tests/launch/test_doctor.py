@@ -16,6 +16,7 @@ from harness_trainer.config import RunConfig
 from harness_trainer.doctor import check_run, containers, fitting, machine, parts, secrets, sources
 from harness_trainer.engine.config import EngineEnvironment
 from harness_trainer.errors import ConfigError, SetupError
+from harness_trainer.rollouts.on_ray import precheck
 from harness_trainer.supervision.remote import PARTS
 
 NASTY = [
@@ -327,6 +328,14 @@ def test_a_run_of_environments_needs_neither_docker_nor_a_sandboxs_key(tmp_path)
     assert sources.needs_docker(RunConfig(sandbox="docker")) and not sources.needs_docker(RunConfig())
 
 
+def test_rollouts_on_nodes_need_a_cluster_and_no_docker_engine_of_this_machine(monkeypatch):
+    monkeypatch.setattr(precheck.importlib.util, "find_spec", lambda name: None)  # a cluster takes seconds to refuse
+    on_ray = RunConfig(sandbox="docker", rollouts={"executor": "ray"})
+    check = by_name(sources.check(on_ray, {}))["Ray cluster"]
+    assert not check.ok and check.fix.endswith("pip install 'harness-trainer[ray]'")
+    assert not sources.needs_docker(on_ray) and "Ray cluster" not in by_name(sources.check(RunConfig(), {}))
+
+
 def test_an_engine_that_serves_already_takes_the_place_of_ours(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HARNESS_TRAINER_ENGINE_PYTHON", str(tmp_path / "none"))
     there, url = serving()
@@ -340,6 +349,12 @@ def test_an_engine_that_serves_already_takes_the_place_of_ours(tmp_path, monkeyp
 
 
 # -- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "http://[::1", "localhost:8000", "h"])
+def test_what_is_no_address_of_a_server_is_said_to_be_none(url):
+    check = sources.listens(url)
+    assert not check.ok and check.found.startswith("no address") and "http://HOST:PORT" in check.fix
 
 
 def test_a_gpu_that_the_profile_promises_and_that_is_not_there_is_required(tmp_path, monkeypatch):

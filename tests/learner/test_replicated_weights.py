@@ -200,6 +200,42 @@ def test_all_that_die_under_an_update_are_sent_it_when_they_are_back(fleet: Flee
     assert fleet.versions == ["v2", "v2"] and fleet.store.serving(2) == {0, 1}
 
 
+def test_a_successor_that_dies_again_when_it_is_sent_weights_alone_is_nothing_to_the_others(fleet: Fleet) -> None:
+    transfer = fleet.transfer()
+    fleet.send(transfer, 1)
+    fleet.dies(1)
+    for fault in "init_weight_transfer_engine", "pause":
+        fleet.comes_back(1, fleet.engines[1])
+        fleet.engines[1].faults = {fault: [(500, {"error": "dead"})], "health": [(503, {})]}
+        later(lambda: fleet.dies(1))
+        fleet.send(transfer, 1)
+        assert fleet.store.serving(2) == {0} and not fleet.replicas.is_lost
+    fleet.comes_back(1, fleet.engines[1])
+    assert fleet.replicas.is_lost
+    fleet.send(transfer, 1)
+    assert fleet.versions == ["v1", "v1"] and fleet.store.serving(2) == {0, 1}
+
+
+def test_one_that_comes_back_while_the_others_are_sent_weights_is_sent_them_next(fleet: Fleet) -> None:
+    transfer = fleet.transfer()
+    fleet.send(transfer, 1)
+    fleet.dies(1)
+    greet, calls = transfer.init_weight_transfer, []
+
+    def greet_and_wait() -> None:
+        greet()
+        calls.append("greet")
+        if len(calls) == 2:  # the last look before it is decided whom to send them
+            fleet.comes_back(1, fleet.engines[1])
+
+    transfer.init_weight_transfer = greet_and_wait
+    fleet.send(transfer, 2)
+    assert fleet.versions == ["v2", "default"], "it has not been told of us, and would refuse"
+    assert fleet.store.serving(2) == {0} and fleet.replicas.is_lost
+    fleet.send(transfer, 2)
+    assert fleet.versions == ["v2", "v2"] and not fleet.replicas.is_lost
+
+
 def test_a_learner_that_starts_while_one_is_away_goes_on_with_the_others(fleet: Fleet) -> None:
     fleet.dies(0)
     fleet.replicas = fleet.join()

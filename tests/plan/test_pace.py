@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from harness_trainer.config import RunConfig
+from harness_trainer.errors import SetupError
 from harness_trainer.plan import Machine, make_plan
+from harness_trainer.plan.engine_memory import calls_of
+from harness_trainer.plan.on_nodes import on_nodes
 from harness_trainer.plan.pace import Pace, pace
 from harness_trainer.plan.prices import Prices
 from harness_trainer.plan.report import as_json, lines
@@ -16,6 +19,7 @@ from harness_trainer.plan.shape import ModelShape
 from harness_trainer.plan.sizes import find_gpu
 from harness_trainer.plan.speeds import speeds
 from harness_trainer.plan.workload import workload
+from harness_trainer.rollouts.on_ray.nodes import NodeInfo
 from tests.plan.conftest import numbers
 
 KNOWN = {"agent_s": 6.0, "engine_s": 4.0, "forwarded": 100.0, "learner_tokens_s": 100.0, "step_s": 2.0, "kept": 1.0}
@@ -128,3 +132,53 @@ def test_a_fresh_box_for_the_tests_is_a_second_sandbox(shape: ModelShape) -> Non
     one = make_plan(config(), shape, Machine(), given=numbers(**KNOWN), measured={})
     two = make_plan(config(rollouts={"verify": "fresh"}), shape, Machine(), given=numbers(**KNOWN), measured={})
     assert one.sandboxes_per_hour is not None and two.sandboxes_per_hour == 2 * one.sandboxes_per_hour
+
+
+# -- nodes of a Ray cluster ---------------------------------------------------------------------------------------
+
+NODES = [NodeInfo("a", "10.0.0.1", {}), NodeInfo("b", "10.0.0.2", {"rollouts": 6.0}), NodeInfo("c", "c", {"CPU": 4.0})]
+ON_RAY = {"executor": "ray", "max_concurrent": 32, "ray": {"per_node": 3}}
+
+
+def test_places_are_those_of_the_clusters_nodes() -> None:
+    run = config(rollouts=ON_RAY)
+    found = on_nodes(run, lambda _: NODES)
+    assert found is not None
+    assert (found.places, found.line) == (9, "2 of the Ray cluster's 3 nodes take rollouts, 9 at a time in all")
+    load = workload(run, numbers(**KNOWN))
+    assert pace(run, load, (), found.places).bounds["places"] == pytest.approx(8 * 10 / 9)
+    assert pace(run, load, (), 100).in_flight == 16, "no more than the run itself wants"
+    assert on_nodes(config(), lambda _: NODES) is None
+
+
+def test_what_may_run_at_a_time_on_nodes_is_each_nodes_own() -> None:
+    run = config(rollouts={**ON_RAY, "max_running": 4})
+    found = on_nodes(run, lambda _: NODES)
+    assert found is not None and found.places == 4 + 3
+    load = workload(run, numbers(**KNOWN))
+    assert pace(run, load, (), None).bounds["places"] == 8 * 10 / 32, "how many nodes there are is not known"
+    assert calls_of(run) == 32 and calls_of(config(rollouts={"max_concurrent": 32, "max_running": 4})) == 4
+
+
+def test_a_cluster_that_is_not_there_yet_is_said_and_is_no_end_of_the_plan(shape: ModelShape) -> None:
+    def ask(_: object) -> list[NodeInfo]:
+        raise SetupError("no Ray cluster at 10.0.0.1:6379")
+
+    run = config(rollouts=ON_RAY)
+    found = on_nodes(run, ask)
+    assert found is not None and found.places is None
+    plan = make_plan(run, shape, Machine(), given=numbers(**KNOWN), measured={}, nodes=found)
+    assert any("not counted" in line and "no Ray cluster at" in line for line in lines(plan))
+    assert as_json(plan)["nodes"]["places"] is None and as_json(plan)["at_once"] == 16
+
+
+def test_places_of_nodes_bound_no_source_that_is_not_on_them() -> None:
+    run = config(
+        rollouts=ON_RAY,
+        sources=[
+            {"name": "code", "tasks": "/t", "harness": "pyagent"},
+            {"name": "game", "env": "class:game.py:Game", "tasks": "/r.jsonl"},
+        ],
+    )
+    found = on_nodes(run, lambda _: NODES)
+    assert found is not None and found.places is None and "9 at a time" in found.line

@@ -30,12 +30,18 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self.registry = home / "state" / "harness-trainer" / "owned"
-        self._env = {**_QUIET, "XDG_STATE_HOME": str(home / "state")}
         self._temp = tempfile.mkdtemp(prefix="ray-")  # holds sockets: pytest's own folders are too long for them
-        with self._environment():
-            self._cluster = Cluster(
-                initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": self._temp, **_SMALL}
-            )
+        # Where Ray notes a cluster for `auto`: not the machine's own note, whose folder may not even be there.
+        self._env = {**_QUIET, "XDG_STATE_HOME": str(home / "state"), "RAY_TMPDIR": self._temp}
+        temp = Path(self._temp, "ray")
+        temp.mkdir()
+        self._cluster = Cluster()
+        try:
+            with self._environment():
+                self._cluster.add_node(num_cpus=0, temp_dir=str(temp), **_SMALL)
+        except BaseException:
+            self.close()
+            raise
         self.address = self._cluster.address
 
     @contextlib.contextmanager
@@ -60,7 +66,8 @@ class Nodes:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
-        self._cluster.shutdown()
+        with self._environment():
+            self._cluster.shutdown()
         shutil.rmtree(self._temp, ignore_errors=True)  # its last processes may still be writing logs
 
 

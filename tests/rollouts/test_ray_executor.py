@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import io
 import pickle
@@ -14,13 +13,11 @@ import pytest
 from capture_proxy.errors import NotFound
 from capture_proxy.types import Session, SessionPolicy
 from harness_trainer.errors import SetupError, TaskError, TrainingFailed
-from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
 from harness_trainer.rollouts.failures import Breaker
 from harness_trainer.rollouts.on_ray import files, reach
 from harness_trainer.rollouts.on_ray.config import RayConfig
 from harness_trainer.rollouts.on_ray.desk import Desk, Line
-from harness_trainer.rollouts.on_ray.executor import Executor
-from harness_trainer.rollouts.on_ray.messages import Event, NodeFacts, Setup, WorkerFailed, WorkerLost
+from harness_trainer.rollouts.on_ray.messages import NodeFacts
 from harness_trainer.rollouts.on_ray.nodes import NodeInfo
 from harness_trainer.rollouts.on_ray.precheck import summary
 from harness_trainer.rollouts.on_ray.worker import facts_here
@@ -28,10 +25,10 @@ from harness_trainer.rollouts.slots import FREE_LOSSES
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import NODE, Job, Outcome
 from harness_trainer.tasks import Task
-from sandboxes.base import Access, BoxSpec, Endpoint
+from sandboxes.base import BoxSpec, Endpoint
+from tests.rollouts.fake_nodes import HERE, LOOPBACK, TASK, FakeBench, executing, job, until
 from tests.rollouts.policy import finished, infra, run_until
 
-HERE = facts_here()
 ELSEWHERE = dataclasses.replace(HERE, host="far", boot_id="another")
 
 
@@ -62,8 +59,6 @@ def test_a_cluster_whose_nodes_take_nothing_is_refused_with_what_to_start():
 
 
 # --- the gateway, from a node ------------------------------------------------------------------------------------
-
-LOOPBACK = Access(gateway=Endpoint(url="http://127.0.0.1:8101", socket=Path("/run/gateway.sock")))
 
 
 def opened(url, access=LOOPBACK):
@@ -113,105 +108,6 @@ def test_an_address_counts_only_if_this_runs_own_gateway_answers_there():
 # --- nodes as places ---------------------------------------------------------------------------------------------
 
 
-class FakeWorker:
-    """One that does as the test says."""
-
-    def __init__(self, node, bench):
-        self.node, self.bench, self.killed, self.told, self.brought = node, bench, False, [], []
-        self.gone = asyncio.Event()
-
-    async def call(self, method, *arguments):
-        if method == "facts":
-            return self.bench.facts
-        if method == "open":
-            return self.bench.problems.get(self.node.node_id, "")
-        if method == "bring":
-            self.brought.append(arguments[0].task)
-        return None
-
-    def tell(self, method, *arguments):
-        self.told.append((method, *arguments))
-        if method == "cancel":
-            self.bench.go_on.set()
-
-    def kill(self):
-        self.killed = True
-        self.gone.set()
-
-    async def attempt(self, order):
-        self.bench.orders.append((self.node.node_id, order))
-        yield Event("box")
-        waits = [asyncio.create_task(one.wait()) for one in (self.bench.go_on, self.gone)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for one in waits:
-            one.cancel()
-        if self.gone.is_set():
-            raise WorkerLost("socket closed")
-        if self.bench.fails:
-            raise WorkerFailed("KeyError: 'x'")
-        if any(word[0] == "cancel" for word in self.told):
-            yield Event("cancelled")
-            return
-        job = Job(order.rollout_id, order.group_id, order.attempt, TASK, harness=order.harness)
-        yield Event("result", payload=finished(job))
-
-
-TASK = Task("moon", Path("/none"), "Say moon.", verify_script="true")
-
-
-class FakeBench:
-    """A cluster whose nodes the test adds and takes away."""
-
-    def __init__(self):
-        self.alive, self.workers, self.orders, self.problems, self.notes = [], {}, [], {}, []
-        self.facts, self.fails, self.go_on = HERE, False, asyncio.Event()
-
-    def add(self, node_id, rollouts=2):
-        self.alive.append(NodeInfo(node_id, "10.0.0.2", {"rollouts": float(rollouts)}))
-
-    async def nodes(self):
-        return list(self.alive)
-
-    async def put(self, value):
-        return pickle.loads(pickle.dumps(value))  # it has to travel
-
-    def own_address(self):
-        return "10.0.0.1"
-
-    def start(self, node):
-        worker = self.workers[node.node_id] = FakeWorker(node, self)
-        return worker
-
-    def executor(self, tmp_path, **ray):
-        config = RolloutConfig(max_concurrent=8, executor="ray", ray=ray)
-        spec = RunnerSpec(
-            config=config, tasks="-", harness="-", harness_bin=Path(), store=tmp_path / "s", artifacts=tmp_path / "a",
-            registry=tmp_path / "o", run_id="r", model="m", context=1, access=LOOPBACK, admin_url="http://127.0.0.1:9",
-            max_open_groups=1, num_groups=1,
-        )  # fmt: skip
-        tell = lambda kind, line, **facts: self.notes.append((kind, line))  # noqa: E731
-        return Executor(self, Setup(spec, [], [("", TASK)]), None, tell=tell, look_s=0.02)
-
-
-@contextlib.asynccontextmanager
-async def executing(tmp_path, *nodes, **ray):
-    bench = FakeBench()
-    for node in nodes:
-        bench.add(node)
-    async with bench.executor(tmp_path, **ray) as executor:
-        yield bench, executor
-
-
-def job(number=0, has_box=lambda: None):
-    return Job(f"g0-{number}-x", 0, 0, TASK, has_box=has_box, harness="h")
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_attempts_go_where_most_is_free_and_wait_where_nothing_is(tmp_path):
     async with executing(tmp_path, "a", "b") as (bench, executor):
         boxes = []
@@ -251,6 +147,75 @@ async def test_an_error_of_the_workers_own_code_costs_the_rollout_a_try_and_keep
         assert "KeyError" in result.detail and not bench.workers["a"].killed
 
 
+async def test_a_worker_that_hangs_is_lost_with_what_it_holds(tmp_path):
+    async with executing(tmp_path, "a", silent_s=0.2) as (bench, executor):
+        running = asyncio.create_task(executor.attempt(job()))
+        await until(lambda: bench.orders)
+        hanging = bench.workers["a"]
+        hanging.hangs = True  # its host is there, and Ray knows of nothing
+        lost = await asyncio.wait_for(running, 10)
+        assert (lost.outcome, lost.failed_stage) == (Outcome.INFRA_FAILED, NODE) and hanging.killed
+        assert "has not answered for" in bench.notes[0][1]
+
+
+async def test_a_node_that_can_make_no_sandboxes_does_not_draw_what_others_could_run(tmp_path):
+    async with executing(tmp_path, "a", "b") as (bench, executor):
+        bench.go_on.set()
+        await until(lambda: len(bench.workers) == 2 and not executor._members._opening)
+        await executor.attempt(job())
+        bench.broken = {bench.orders[0][0]}  # where the next one would go, too: it is as free as the other
+        results = [await executor.attempt(job(number)) for number in range(20)]
+        assert [result.outcome for result in results].count(Outcome.INFRA_FAILED) == 1
+        assert {node for node, _ in bench.orders} == {"a", "b"}
+        bench.broken = {"a", "b"}  # none is better than another: what fails is seen, and counted
+        results = [await asyncio.wait_for(executor.attempt(job(number)), 10) for number in range(4)]
+        assert {result.outcome for result in results} == {Outcome.INFRA_FAILED}
+
+
+async def test_what_a_node_could_not_take_once_is_sent_again(tmp_path):
+    (tmp_path / "tests").mkdir()
+    task = dataclasses.replace(TASK, tests_dir=tmp_path / "tests")
+    bench = FakeBench()
+    bench.add("a")
+    bench.full = True
+    bench.go_on.set()
+    async with bench.executor(tmp_path, tasks=[task]) as executor:
+        failed = await executor.attempt(job())
+        assert failed.outcome is Outcome.INFRA_FAILED and "No space left" in failed.detail and not bench.orders
+        bench.full = False
+        assert (await executor.attempt(job(1))).outcome is Outcome.OK
+    assert bench.workers["a"].brought == ["moon", "moon"]
+
+
+async def test_folders_of_many_tasks_are_in_memory_one_at_a_time_for_each_node(tmp_path):
+    (tmp_path / "tests").mkdir()
+    tasks = [dataclasses.replace(TASK, name=name, tests_dir=tmp_path / "tests") for name in "abcd"]
+    bench = FakeBench()
+    bench.add("node", rollouts=4)
+    bench.go_on.set()
+    async with bench.executor(tmp_path, tasks=tasks) as executor:
+        jobs = [Job(f"g0-{task.name}", 0, 0, task, harness="h") for task in tasks]
+        results = await asyncio.gather(*(executor.attempt(each) for each in jobs))
+    assert {result.outcome for result in results} == {Outcome.OK}
+    assert sorted(bench.workers["node"].brought) == list("abcd")
+
+
+async def test_an_attempt_that_its_node_cancels_by_itself_is_an_infra_failure_and_no_end_of_the_run(tmp_path):
+    async with executing(tmp_path, "a") as (bench, executor):
+        bench.unasked = {job().rollout_id}
+        bench.go_on.set()
+        result = await executor.attempt(job())
+        assert (result.outcome, result.reward) == (Outcome.INFRA_FAILED, None) and "not from here" in result.detail
+
+
+async def test_no_room_for_what_comes_back_is_an_infra_failure_and_no_end_of_the_run(tmp_path, monkeypatch):
+    async with executing(tmp_path, "a") as (bench, executor):
+        bench.go_on.set()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        result = await executor.attempt(job())
+        assert (result.outcome, result.reward) == (Outcome.INFRA_FAILED, None) and "temporary folder" in result.detail
+
+
 async def test_a_cancelled_attempt_is_ended_on_its_node_before_its_place_is_free(tmp_path):
     async with executing(tmp_path, "a") as (bench, executor):
         running = asyncio.create_task(executor.attempt(job()))
@@ -277,6 +242,15 @@ async def test_a_first_node_that_cannot_be_used_ends_the_run_with_the_reason(tmp
         async with bench.executor(tmp_path):
             raise AssertionError("it was opened")
     assert bench.workers["a"].killed
+
+
+async def test_a_worker_that_cannot_even_be_asked_for_is_named_and_not_waited_for(tmp_path):
+    bench = FakeBench()
+    bench.refuses = ConnectionError("the core worker is not connected")
+    bench.add("a")
+    with pytest.raises(SetupError, match="could be opened on Ray node .*: ConnectionError: the core worker"):
+        async with asyncio.timeout(10), bench.executor(tmp_path):
+            raise AssertionError("it was opened")
 
 
 async def test_of_several_nodes_one_that_cannot_be_used_is_named_and_left_out(tmp_path):
@@ -405,12 +379,15 @@ def test_large_artifacts_come_back_in_pieces(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "log").write_bytes(bytes(2 * files.CHUNK))
+    (kept / "log").chmod(0o040)  # an agent must not be able to spoil its rollout by it
+    (kept / "link").symlink_to("/etc/shadow")
     pieces = list(files.pieces(kept))
     assert len(pieces) == 3 and max(map(len, pieces)) == files.CHUNK
     from sandboxes.archive import unpack
 
     unpack(io.BytesIO(b"".join(pieces)), tmp_path / "back")
-    assert (tmp_path / "back" / "log").stat().st_size == 2 * files.CHUNK
+    status = (tmp_path / "back" / "log").stat()
+    assert (status.st_size, status.st_mode & 0o777) == (2 * files.CHUNK, 0o440)
     assert list(files.pieces(tmp_path / "none")) == []
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness_trainer import workload
 from harness_trainer.cli.flags import add_flags, resolve
 from harness_trainer.config import RunConfig, may_change
 from harness_trainer.errors import ConfigError
@@ -16,6 +17,7 @@ from harness_trainer.rollouts.on_ray.cluster import advice, reason
 from harness_trainer.rollouts.on_ray.config import RayConfig
 from harness_trainer.rollouts.on_ray.precheck import require_possible
 from harness_trainer.tasks import Task
+from harness_trainer.workload import Inspector
 from sandboxes.base import BoxSpec, Network, NetworkMode
 from sandboxes.local import LocalConfig
 
@@ -53,6 +55,23 @@ def test_what_ray_says_of_hosts_that_do_not_fit_is_told_with_what_to_do():
 def test_a_run_may_go_on_on_other_machines():
     changeable = may_change(RunConfig())
     assert {"rollouts.executor", "rollouts.ray.address", "rollouts.ray.per_node"} <= changeable
+
+
+def test_a_run_without_agents_in_sandboxes_has_nothing_for_nodes_to_do(tmp_path):
+    config = settings("--executor", "ray", "--env", "class:game.py:Game", "--tasks", "rows.jsonl")
+    with pytest.raises(ConfigError, match=r"and this run has none: leave rollouts\.executor out"):
+        Inspector(config, "r", tmp_path, print).inspect()
+
+
+def test_a_cluster_is_asked_for_once_whatever_the_number_of_sources(tmp_path, monkeypatch):
+    asked, said = [], []
+    monkeypatch.setattr(workload, "require_cluster", lambda ray, at_once: asked.append(ray) or "two nodes")
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"name": "moon", "instruction": "Say moon.", "verify": "true"}\n')
+    sources = [{"name": name, "tasks": str(tasks), "harness": "pyagent"} for name in ("one", "two")]
+    config = RunConfig.model_validate({"rollouts": {"executor": "ray"}, "sources": sources})
+    found = Inspector(config, "r", tmp_path, said.append).inspect()
+    assert len(found.sources) == 2 and len(asked) == 1 and "two nodes" in said
 
 
 def test_what_nodes_cannot_have_is_refused_before_anything_is_started():

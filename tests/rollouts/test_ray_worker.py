@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from capture_proxy.trace import to_row_trace
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec, SourceSpec
+from harness_trainer.rollouts.on_ray import afterwards, files
 from harness_trainer.rollouts.on_ray.errand import Errand
 from harness_trainer.rollouts.on_ray.files import bundle
 from harness_trainer.rollouts.on_ray.messages import Order, Setup, SourceAgents
@@ -19,8 +21,9 @@ from harness_trainer.rollouts.types import Outcome
 from harness_trainer.tasks import Task
 from sandboxes.base import Access, BoxSpec, Endpoint
 from sandboxes.docker import DockerConfig
-from sandboxes.lifecycle import default_registry
+from sandboxes.lifecycle import LifecycleError, default_registry
 from sandboxes.local import LocalConfig
+from sandboxes.ownership import Owner
 from tests.capture.serving import served, until
 from tests.rollouts.rolling import CALL, VERIFY, shell_agent
 
@@ -110,6 +113,18 @@ async def test_an_attempt_is_whole_and_the_gateways_admin_side_is_asked_by_the_r
     assert list(state.glob("*.json")) == [] and list((tmp_path / "tmp").iterdir()) == []
 
 
+async def test_artifacts_that_cannot_be_sent_are_no_reason_to_lose_the_rollout(tmp_path, state, monkeypatch):
+    def pieces(folder):
+        raise PermissionError(f"cannot read {folder.name}")
+        yield b""
+
+    monkeypatch.setattr(files, "pieces", pieces)
+    async with working(tmp_path, ScriptedEngine("the moon", version="v1"), CALL) as (errand, _, _):
+        result = await errand.run()
+        assert (result.outcome, result.reward) == (Outcome.OK, 1.0)
+        assert "artifacts: warning not_kept: cannot read g0-0-a" in result.findings
+
+
 async def test_a_cancelled_attempt_leaves_no_sandbox_and_no_agent(tmp_path, state):
     engine = ScriptedEngine([Reply("hm", stall=True)])
     async with working(tmp_path, engine, CALL) as (errand, _, _):
@@ -135,3 +150,33 @@ async def test_a_node_without_what_sandboxes_need_says_so_and_keeps_nothing(tmp_
     said = await Worker(watched=False).open(setup_of(tmp_path, CALL, sandbox), Access(), False)
     assert "none.sock" in said
     assert list(state.glob("*.json")) == [] and list((tmp_path / "tmp").iterdir()) == []
+
+
+async def test_whoever_reads_the_gateways_address_sees_the_old_one_or_the_new_one(tmp_path):
+    worker = Worker(watched=False)
+    address = worker._address = tmp_path / "gateway_address"
+    gateway = Endpoint(url="", public_url_file=address)
+    await worker._note_address("https://one.example")
+    reading = address.open()
+    await asyncio.gather(*(worker._note_address("https://two.example") for _ in range(8)))
+    assert (reading.read(), gateway.public_now()) == ("https://one.example", "https://two.example")
+    reading.close()
+    await worker._note_address(None)
+    assert gateway.public_now() is None
+
+
+def test_what_a_dead_worker_left_is_tried_again_when_it_could_not_be_ended(tmp_path, monkeypatch):
+    tries = []
+
+    def reap(registry):
+        tries.append(registry)
+        if len(tries) < 3:
+            raise (OSError if len(tries) == 1 else LifecycleError)("the registry is being written")
+        return []
+
+    monkeypatch.setattr("sandboxes.lifecycle.reap", reap)
+    monkeypatch.setattr(afterwards, "_AGAIN_S", (0.0, 0.01, 0.01))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    afterwards.watch(ended.pid, Owner.current().start_ticks, tmp_path)
+    assert tries == [tmp_path] * 3

@@ -3,6 +3,7 @@
 import pytest
 
 from harness_trainer.engine.config import EngineConfig
+from harness_trainer.errors import EngineFailed
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.supervision.engine import EnginePart
 
@@ -51,3 +52,21 @@ def test_the_next_engine_is_on_the_same_port_and_is_announced_only_when_it_serve
     assert said == ["engine: loading"], "later the status line is the run's"
     part.stop()
     assert log[-1] == "stop"
+
+
+def test_a_run_that_ends_while_an_earlier_engine_is_being_stopped_starts_no_other(store, tmp_path):
+    log = []
+
+    class Slow(Engine):
+        def stop(self):
+            super().stop()
+            if log.count("stop") == 1:  # in the restart's own thread; the supervisor's comes in between
+                part.give_up()
+
+    part = EnginePart(
+        EngineConfig(max_model_len=512), lambda config: Slow(config, log), store, tmp_path / "url", status=log.append
+    )
+    part.launch()
+    with pytest.raises(EngineFailed, match="the run ended before the engine was started"):
+        part.launch()
+    assert [line for line in log if line.startswith("start")] == ["start any"]

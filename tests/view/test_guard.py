@@ -47,6 +47,13 @@ def test_nothing_but_reading_is_served(whole: TestClient, method: str) -> None:
     assert whole.head("/rollouts").status_code == 200
 
 
+def test_a_page_of_another_site_may_lead_here_and_ask_nothing(whole: TestClient) -> None:
+    for dest, status in (("document", 200), ("empty", 403), ("iframe", 403), ("image", 403)):
+        headers = {"sec-fetch-site": "cross-site", "sec-fetch-dest": dest}
+        assert whole.get("/api/stamp", headers=headers).status_code == status, dest
+    assert whole.get("/api/stamp", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "path", ["/", "/static/view.js", "/api/stamp", "/nothing", "/static/../app.py", "/api/overview"]
 )

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome
 from harness_trainer.view.kept import read_part
-from harness_trainer.view.settings import shown
+from harness_trainer.view.settings import shown, without_secrets
 from harness_trainer.view.visible import to_json, visible
 from tests.audit.made_run import MadeRun
 from tests.capture.recording import Recording, reply, user
@@ -141,6 +141,33 @@ def test_a_long_file_is_shown_in_whole_lines(tmp_path: Path) -> None:
     assert read_part(tmp_path, "one", 0).end == 200_000, "a line that is too long for that is cut"
 
 
+@pytest.mark.parametrize("word", ["a", "-", "key", "://", "sk-", "bearer ", "hf_"])
+def test_a_log_of_one_long_word_is_looked_through_at_once(word: str) -> None:
+    text = word * (200_000 // len(word))
+    started = time.process_time()
+    without_secrets(text)
+    assert time.process_time() - started < 1.0
+
+
+def test_what_is_not_there_is_named_with_where_to_look(nasty: tuple[MadeRun, TestClient]) -> None:
+    for path in ("/logs/none.log", "/rollouts/n1/files/none", "/rollouts/n1/files/passwd"):
+        page = page_of(nasty[1], path, 404)
+        assert f"{path.rpartition('/')[2]}: " in page.text and "lists what was kept" in page.text
+
+
+def test_a_fault_of_the_viewers_own_is_told_on_the_page_and_in_its_terminal(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RecursionError("of a library")
+
+    monkeypatch.setattr("harness_trainer.view.attempts.rollouts", fails)
+    client = client_of(made.run)
+    assert "the viewer failed (RecursionError)" in page_of(client, "/rollouts", 500).text
+    assert "RecursionError" in client.get("/api/rollouts").json()["error"]
+    assert "/rollouts failed in an unforeseen way" in caplog.text and "of a library" in caplog.text
+
+
 def test_texts_that_no_encoding_takes_are_signs_everywhere() -> None:
     text = visible("a\ud800b\x00c\u202ed\r\n\t")
     assert text == "a⟨U+D800⟩b␀c⟨U+202E⟩d␍\n\t" and visible(text) == text
@@ -193,6 +220,7 @@ def test_a_session_of_hundreds_of_calls_with_long_outputs_stays_usable(made: Mad
          {"api_key": "***", "token_env": "HF_TOKEN", "reward_key": "pass"}),
         ({"extra_args": ["--api-key", "abc", "--x", "y"]}, {"extra_args": ["--api-key", "***", "--x", "y"]}),
         ({"url": "https://me:pw@host/x?access_token=abc&b=1"}, {"url": "https://***@host/x?access_token=***&b=1"}),
+        ({"command": "tunnel run --token eyJhIjoi --port 7"}, {"command": "tunnel run --token *** --port 7"}),
         ({"note": "use hf_abcdefghijklmnop now"}, {"note": "use *** now"}),
         ({"token_budget": 4096, "password": None}, {"token_budget": 4096, "password": None}),
         ({"command": "tunnel my-own-secret"}, {"command": "tunnel ***"}),

@@ -20,7 +20,7 @@ _AGAIN_S = (0.0, 1.0, 5.0)  # something may be in uninterruptible sleep, or an e
 
 def watch(pid: int, start_ticks: int, registry: Path) -> None:
     """Blocking, until the process has ended and what it left is reaped."""
-    from sandboxes.lifecycle import reap
+    from sandboxes.lifecycle import LifecycleError, reap
     from sandboxes.processes import is_running
 
     try:
@@ -33,8 +33,11 @@ def watch(pid: int, start_ticks: int, registry: Path) -> None:
             time.sleep(0.5)
     for wait_s in _AGAIN_S:
         time.sleep(wait_s)
-        if not any(left.problem for left in reap(registry)):
-            return
+        try:
+            if not any(left.problem for left in reap(registry)):
+                return
+        except (OSError, LifecycleError):  # nobody reads what would be said here; the last resort is the next worker
+            continue
 
 
 def main(argv: list[str]) -> int:

@@ -25,6 +25,8 @@ from harness_trainer.rollouts.on_ray.messages import Event, Order, WorkerFailed,
 from harness_trainer.rollouts.on_ray.nodes import RESOURCE, NodeInfo
 from harness_trainer.rollouts.on_ray.worker import Worker
 
+log = logging.getLogger("harness_trainer.rollouts")
+
 CONNECT_S = 60.0
 DIAL_S = 5.0
 _AT_ONCE = 10_000  # calls of one worker; how many attempts it runs is the runner's to say
@@ -115,7 +117,10 @@ class RayWorker:
 
     def kill(self) -> None:
         """Also one that only cannot be reached now: what it may still do counts for nothing. Idempotent."""
-        ray.kill(self._actor, no_restart=True)
+        try:
+            ray.kill(self._actor, no_restart=True)
+        except RayError as error:  # the head is gone, and what it knew of the worker with it
+            log.warning("a worker could not be told to end: %s", _first_line(error))
 
 
 def dial(address: str) -> None:

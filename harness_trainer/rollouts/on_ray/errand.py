@@ -69,7 +69,8 @@ class Errand:
         except asyncio.CancelledError:
             await asyncio.shield(self._end(listening))
             raise
-        assert result is not None  # nobody else cancels it
+        if result is None:
+            raise WorkerFailed("the attempt was cancelled on its node, and not from here")
         return result
 
     async def _end(self, listening: asyncio.Task[RolloutResult | None]) -> None:

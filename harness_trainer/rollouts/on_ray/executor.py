@@ -18,7 +18,7 @@ from harness_trainer.errors import TaskError, TrainingFailed
 from harness_trainer.rollouts.means import Sessions
 from harness_trainer.rollouts.on_ray import files
 from harness_trainer.rollouts.on_ray.errand import Errand
-from harness_trainer.rollouts.on_ray.members import LOOK_S, Members, Node, Nodes
+from harness_trainer.rollouts.on_ray.members import LOOK_S, SILENT_S, Members, Node, Nodes
 from harness_trainer.rollouts.on_ray.messages import Order, Setup, WorkerFailed, WorkerLost
 from harness_trainer.rollouts.types import NODE, Job, Outcome, RolloutResult
 from harness_trainer.tasks import Task
@@ -26,15 +26,23 @@ from harness_trainer.tasks import Task
 log = logging.getLogger("harness_trainer.rollouts")
 
 _PLAN_S = 0.2  # changes of the plan within it are sent together
+_BEFORE_A_BOX = ("prepare", "create")  # stages
 
 
 class Executor:
     """An async context manager: entered when a first node is open. `tell` is for what a person should read once."""
 
     def __init__(
-        self, cluster: Nodes, setup: Setup, admin: Sessions, *, tell: Callable[..., None], look_s: float = LOOK_S
+        self,
+        cluster: Nodes,
+        setup: Setup,
+        admin: Sessions,
+        *,
+        tell: Callable[..., None],
+        look_s: float = LOOK_S,
+        silent_s: float = SILENT_S,
     ) -> None:
-        self._members = Members(cluster, setup, tell=tell, look_s=look_s)
+        self._members = Members(cluster, setup, tell=tell, look_s=look_s, silent_s=silent_s)
         self._setup = setup
         self._settings = setup.spec.config
         self._admin = admin
@@ -85,10 +93,21 @@ class Executor:
         except WorkerLost as error:
             self._members.lose(node, str(error))
             result = _failed(job, NODE, f"Ray node {node.info.name} was lost: {error}")
+        except OSError as error:
+            detail = (
+                f"this host cannot keep what Ray node {node.info.name} sends (space in its temporary folder?): {error}"
+            )
+            result = _failed(job, "prepare", detail)
         except (WorkerFailed, TaskError) as error:
             log.error("rollout %s failed on Ray node %s: %s", job.rollout_id, node.info.name, error)
             result = _failed(job, "prepare", f"on Ray node {node.info.name}: {error}")
             result.setup_failed = isinstance(error, TaskError)
+            if not result.setup_failed:
+                node.note(made=False)
+        else:
+            made = result.outcome is not Outcome.INFRA_FAILED or result.failed_stage not in _BEFORE_A_BOX
+            if made or not result.setup_failed:  # an image that cannot be built says nothing of the node
+                node.note(made=made)
         finally:
             node.running -= 1
             self._members.changed.set()
@@ -110,7 +129,7 @@ class Executor:
         while True:
             if self._failed is not None:
                 raise self._failed
-            if free := [node for node in self._members.open.values() if node.running < node.capacity]:
+            if free := [node for node in self._members.ready() if node.running < node.capacity]:
                 node = min(free, key=lambda one: one.running / one.capacity)
                 node.running += 1
                 return node
@@ -123,14 +142,17 @@ class Executor:
 
     async def _bring(self, node: Node, task: Task) -> None:
         """The task's folders to the node, once. Raises TaskError, WorkerLost, WorkerFailed."""
-        if task.name not in node.brought:
-            node.brought[task.name] = asyncio.create_task(self._send(node, task.name), name=f"bring {task.name}")
-        await asyncio.shield(node.brought[task.name])
+        bringing = node.brought.get(task.name)
+        if bringing is None or (bringing.done() and bringing.exception() is not None):  # a full disk, say: not for ever
+            bringing = asyncio.create_task(self._send(node, task.name), name=f"bring {task.name}")
+            node.brought[task.name] = bringing
+        await asyncio.shield(bringing)
 
     async def _send(self, node: Node, name: str) -> None:
-        sent = await asyncio.to_thread(files.bundle, self._tasks[name][1])
-        if sent.folders:
-            await node.worker.call("bring", sent)
+        async with node.sending:
+            sent = await asyncio.to_thread(files.bundle, self._tasks[name][1])
+            if sent.folders:
+                await node.worker.call("bring", sent)
 
     # -- sandboxes ahead of need ---------------------------------------------------------------------------------
 

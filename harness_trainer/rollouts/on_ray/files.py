@@ -7,6 +7,8 @@ the target: what comes back was made beside a stranger's code.
 from __future__ import annotations
 
 import io
+import os
+import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -69,11 +71,27 @@ def _pack(folder: Path, archive: IO[bytes]) -> None:
 
 
 def pieces(folder: Path) -> Iterator[bytes]:
-    """The folder as an archive, bit by bit; nothing when there is none. Blocking. Raises OSError."""
+    """The folder as an archive, bit by bit; nothing when there is none. Blocking. Raises OSError.
+
+    It is a worker's own: what an agent left unreadable in it is made readable.
+    """
     if not folder.is_dir():
         return
+    _make_readable(folder)
     with tempfile.TemporaryFile(dir=folder.parent) as archive:
-        _pack(folder, archive)
+        try:
+            _pack(folder, archive)
+        except tarfile.TarError as error:
+            raise OSError(f"{folder} cannot be packed: {error}") from error
         archive.seek(0)
         while piece := archive.read(CHUNK):
             yield piece
+
+
+def _make_readable(folder: Path) -> None:
+    """Files keep the modes that they had in a sandbox (folders can always be entered, see `unpack`)."""
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            mode = path.lstat().st_mode
+            if stat.S_ISREG(mode) and not mode & stat.S_IRUSR:
+                path.chmod(stat.S_IMODE(mode) | stat.S_IRUSR)

@@ -30,6 +30,9 @@ CLOSE_S = 45.0
 SETTLE_S = 10.0  # for a first node, in a cluster that is being started
 _AGAIN_S = 10.0  # after a worker was lost or could not be opened; doubled each time, up to
 _AGAIN_MAX_S = 300.0
+SILENT_S = 120.0  # a worker that has not answered for so long hangs; Ray sees only processes and hosts that are gone
+_ASKS = 8  # times that it is asked within that
+_REST_S = 5.0  # of a node that cannot make sandboxes, while others can; doubled each time, up to _AGAIN_MAX_S
 
 
 class Nodes(Protocol):
@@ -53,12 +56,35 @@ class Node:
     capacity: int  # rollouts at once
     running: int = 0
     brought: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # tasks whose folders it has, or gets now
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)  # one task's folders at a time: they are in memory then
+    rests_until: float = 0.0  # monotonic
+    num_unmade: int = 0  # attempts in a row that ended before they had a sandbox
+
+    def note(self, *, made: bool) -> None:
+        """Whether an attempt had a sandbox. One that fails at once is free again first, and would draw them all."""
+        if made:
+            self.num_unmade, self.rests_until = 0, 0.0
+        else:
+            rest_s = min(_REST_S * 2.0 ** min(self.num_unmade, 60), _AGAIN_MAX_S)
+            self.num_unmade, self.rests_until = self.num_unmade + 1, time.monotonic() + rest_s
+            said = (
+                "Ray node %s made no sandbox, %d times in a row: it rests for %.0f s as long as other nodes do better"
+            )
+            log.warning(said, self.info.name, self.num_unmade, rest_s)
 
 
 class Members:
     """`tell` is for what a person should read once; `changed` is set after every change of `open` or of a node."""
 
-    def __init__(self, cluster: Nodes, setup: Setup, *, tell: Callable[..., None], look_s: float = LOOK_S) -> None:
+    def __init__(
+        self,
+        cluster: Nodes,
+        setup: Setup,
+        *,
+        tell: Callable[..., None],
+        look_s: float = LOOK_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
         self.open: dict[str, Node] = {}  # by the node's id
         self.changed = asyncio.Event()
         self._cluster = cluster
@@ -66,9 +92,11 @@ class Members:
         self._settings = setup.spec.config
         self._tell = tell
         self._look_s = look_s
+        self._silent_s = silent_s
         self._reference: Any = None
         self._here: NodeFacts = facts_here()
         self._opening: dict[str, asyncio.Task[None]] = {}
+        self._watching: set[asyncio.Task[None]] = set()
         self._problems: dict[str, str] = {}  # of nodes that take none now
         self._again: dict[str, tuple[float, float]] = {}  # not before (monotonic), and how long was waited
         self._none_since = time.monotonic()
@@ -82,6 +110,11 @@ class Members:
     def why_none(self) -> str:
         return "; ".join(dict.fromkeys(self._problems.values())) or NO_NODES
 
+    def ready(self) -> list[Node]:
+        """The open nodes, without those that rest as long as there are others."""
+        now = time.monotonic()
+        return [node for node in self.open.values() if node.rests_until <= now] or list(self.open.values())
+
     async def wait_for_change(self) -> None:
         """Or until it is time to look again in any case."""
         self.changed.clear()
@@ -92,9 +125,10 @@ class Members:
 
     async def close(self) -> None:
         """Every worker has ended what it runs, and then itself."""
-        for opening in self._opening.values():
-            opening.cancel()
-        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        ending = [*self._opening.values(), *self._watching]
+        for one in ending:
+            one.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         await asyncio.gather(*(self._end(node) for node in list(self.open.values())))
         self.open.clear()
 
@@ -150,21 +184,28 @@ class Members:
         return info.capacity(self._settings.ray.per_node, self._settings.max_concurrent)
 
     async def _try_open(self, info: NodeInfo) -> None:
-        worker = self._cluster.start(info)
+        worker: NodeWorker | None = None
         problem, opened = "", False
         try:
+            worker = self._cluster.start(info)
             problem = await self._opened(info, worker)
             opened = not problem
         except SetupError as error:
             problem = str(error)
         except (WorkerLost, WorkerFailed) as error:
             problem = f"the worker on Ray node {info.name} failed: {error}"
+        except Exception as error:  # nobody foresaw it: the node is named, left out, and tried again like any other
+            log.exception("no worker could be opened on Ray node %s", info.name)
+            problem = f"no worker could be opened on Ray node {info.name}: {type(error).__name__}: {error}"
         finally:
             self._opening.pop(info.node_id, None)
-            if not opened:
+            if not opened and worker is not None:
                 worker.kill()
-        if opened:
+        if opened and worker is not None:
             node = self.open[info.node_id] = Node(info, worker, self._capacity(info))
+            watching = asyncio.create_task(self._watch(node), name=f"watch {info.name}")
+            self._watching.add(watching)
+            watching.add_done_callback(self._watching.discard)
             self._problems.pop(info.node_id, None)
             log.info("Ray node %s takes rollouts: %d at once", info.name, node.capacity)
         else:
@@ -192,9 +233,14 @@ class Members:
         if access is not spec.access and access.gateway is not None:
             url = access.gateway.public_url or ""
             headers = {"authorization": f"Bearer no-session-{secrets.token_urlsafe(16)}"}
-            seen, own = await asyncio.gather(
-                worker.call("look", url, headers), ask((spec.access.gateway or access.gateway).url or url, headers)
-            )
+            asked = ask((spec.access.gateway or access.gateway).url or url, headers)
+            try:
+                async with asyncio.timeout(START_S):
+                    seen, own = await asyncio.gather(worker.call("look", url, headers), asked)
+            except TimeoutError:
+                return (
+                    f"Ray node {info.name} did not say within {START_S:.0f} s whether it reaches the gateway at {url}"
+                )
             if problem := reach.judge(info.name, url, seen, own):
                 return problem
             follows = spec.access.gateway is not None and spec.access.gateway.public_url_file is not None
@@ -203,6 +249,17 @@ class Members:
         except TimeoutError:
             return f"Ray node {info.name} was not ready within {OPEN_S:.0f} s"
         return f"on Ray node {info.name}: {problem}" if problem else ""
+
+    async def _watch(self, node: Node) -> None:
+        """Until the node is lost: a worker that hangs would hold its rollouts, and the run, without an end."""
+        while self.open.get(node.info.node_id) is node:
+            await asyncio.sleep(self._silent_s / _ASKS)
+            try:
+                await asyncio.wait_for(node.worker.call("facts"), self._silent_s)
+            except TimeoutError:
+                self.lose(node, f"its worker has not answered for {self._silent_s:.0f} s")
+            except (WorkerLost, WorkerFailed) as error:
+                self.lose(node, str(error))
 
     def _try_later(self, info: NodeInfo) -> None:
         _, before = self._again.get(info.node_id, (0.0, 0.0))

@@ -1,7 +1,7 @@
 """Asks for the Ray cluster of a run before anything slow is started, in a process of its own: `require_cluster`.
 
 Owns that process (Ray keeps state in whoever connects, and ends a process that it cannot connect), what a person is
-told, and the settings that do not go with it. Called by `workload`, and by `opened`; the process is
+told, and the settings that do not go with it. Called by `workload`, `opened`, `doctor` and `plan`; the process is
 `python -m harness_trainer.rollouts.on_ray.precheck '{"address": "auto"}'`.
 """
 
@@ -29,6 +29,11 @@ INSTALL = "pip install 'harness-trainer[ray]'"
 
 def require_cluster(config: RayConfig, max_concurrent: int) -> str:
     """What there is, as one line. Blocking, for some seconds. Raises SetupError, naming what to do."""
+    return summary(ask_nodes(config), config, max_concurrent)
+
+
+def ask_nodes(config: RayConfig) -> list[NodeInfo]:
+    """Those that are alive. Blocking, for some seconds. Raises SetupError, naming what to do."""
     if importlib.util.find_spec("ray") is None:
         raise SetupError(f"--executor ray needs Ray, which is not installed here: {INSTALL}")
     argv = [sys.executable, "-m", "harness_trainer.rollouts.on_ray.precheck", config.model_dump_json()]
@@ -45,7 +50,7 @@ def require_cluster(config: RayConfig, max_concurrent: int) -> str:
         raise SetupError(f"cannot use the Ray cluster at {config.address}: {said}") from error
     if "error" in found:
         raise SetupError(found["error"])
-    return summary([NodeInfo(**node) for node in found["nodes"]], config, max_concurrent)
+    return [NodeInfo(**node) for node in found["nodes"]]
 
 
 def summary(nodes: list[NodeInfo], config: RayConfig, max_concurrent: int) -> str:

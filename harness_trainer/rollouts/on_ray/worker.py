@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from harness_trainer.rollouts.on_ray.desk import Desk, Line
 from harness_trainer.rollouts.on_ray.messages import Event, NodeFacts, Order, Setup
 from harness_trainer.rollouts.rollout import run_rollout
 from harness_trainer.rollouts.types import Job, RolloutResult
+from harness_trainer.rundir import write_atomically
 from harness_trainer.side_environments import DISTRIBUTION
 from harness_trainer.tasks import Task
 from sandboxes import open_backend
@@ -70,6 +71,8 @@ class Worker:
         self._home = Path()
         self._loading: asyncio.Task[Any] | None = None  # what the first capture needs takes seconds to import
         self._address: Path | None = None  # file with the gateway's public address; None = that does not change
+        self._noted: str | None = None  # what it says; None = it is not there
+        self._noting = asyncio.Lock()
 
     # -- before it is opened -------------------------------------------------------------------------------------
 
@@ -171,8 +174,11 @@ class Worker:
                 return
             result = running.result()
             pieces = files.pieces(kept)
-            while (piece := await asyncio.to_thread(_next, pieces)) is not None:
-                yield Event("file", payload=piece)
+            try:
+                while (piece := await asyncio.to_thread(_next, pieces)) is not None:
+                    yield Event("file", payload=piece)
+            except OSError as error:  # logs for people: no reason to lose the rollout
+                result.findings.append(f"artifacts: warning not_kept: {error}")
             yield Event("result", payload=result)
         finally:
             del self._lines[order.rollout_id], self._running[order.rollout_id]
@@ -180,8 +186,7 @@ class Worker:
 
     async def _run(self, order: Order, line: Line) -> RolloutResult:
         means = self._means[order.source, order.harness]
-        if self._address is not None:
-            await asyncio.to_thread(_note_address, self._address, order.gateway)
+        await self._note_address(order.gateway)
 
         def has_box() -> None:
             line.tell("box")
@@ -196,6 +201,17 @@ class Worker:
             queued_s=order.queued_s,
         )
         return await run_rollout(job, means)
+
+    async def _note_address(self, url: str | None) -> None:
+        """Where sandboxes that start from now on are led; others of them may be reading it."""
+        async with self._noting:
+            if self._address is None or url == self._noted:
+                return
+            if url is None:
+                await asyncio.to_thread(self._address.unlink, missing_ok=True)
+            else:
+                await asyncio.to_thread(write_atomically, self._address, url)
+            self._noted = url
 
     async def answer(self, rollout_id: str, number: int, value: object, error: BaseException | None) -> None:
         if (line := self._lines.get(rollout_id)) is not None:
@@ -228,14 +244,6 @@ async def ask(url: str, headers: dict[str, str]) -> tuple[int, bytes] | str:
 
 def _next(pieces: Iterator[bytes]) -> bytes | None:
     return next(pieces, None)
-
-
-def _note_address(file: Path, url: str | None) -> None:
-    if url is None:
-        with suppress(FileNotFoundError):
-            file.unlink()
-    else:
-        file.write_text(url, encoding="utf-8")
 
 
 def _watch(registry: Path) -> None:
