@@ -114,8 +114,10 @@ def serving(stub: StubEngine) -> Iterator[StubEngine]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     stub.url = f"http://127.0.0.1:{server.server_port}"
-    yield stub
-    stub.released.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield stub
+    finally:
+        stub.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
