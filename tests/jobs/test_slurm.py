@@ -9,7 +9,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ class Sent:
 
     def __exit__(self, *_: object) -> None:
         if self.job._process.poll() is None:  # type: ignore[attr-defined]
-            self.signal(signal.SIGTERM)
+            with suppress(ValueError, OSError):  # it has ended this moment
+                self.signal(signal.SIGTERM)
         self.job._process.wait(60)  # type: ignore[attr-defined]
 
 
