@@ -1,6 +1,6 @@
 """Does the echo example learn in minutes? `examples/white_box/echo.py` on SmolLM2, its first steps against its last.
 
-    python -m benchmarks.echo [--seed 0] [--steps 14] [--out runs/bench-echo]
+    python -m benchmarks.echo [--seed 0] [--steps 18] [--out runs/bench-echo]
 
 The model earns a tenth of the length of what it last told the environment to echo. "First" and "last" are all rollouts
 of the first and last `--window` steps. The goal: the mean reward rises by more than two standard errors of the
@@ -67,7 +67,7 @@ def verdict(first: list[float], last: list[float], minutes: float) -> tuple[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--window", type=int, default=3, help="steps that count as first, and as last")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-echo"))
     options = parser.parse_args()

@@ -43,12 +43,12 @@ TWO_CORES: dict[str, Any] = {
     "model": "smollm2",
     "rollouts": {"group_size": 8, "max_concurrent": 16, "max_turns": 1, "max_tokens": 64},
     "learner": {
-        "max_steps": 14,
+        "max_steps": 18,
         "groups_per_step": 2,
         "max_staleness": 1,
-        "learning_rate": 2e-5,
+        "learning_rate": 5e-5,
         "token_budget": 4096,
-        "save_steps": 14,
+        "save_steps": 18,
     },
     "engine": {"max_model_len": 1024},
 }
