@@ -67,7 +67,10 @@ class Step:
         warning = warning_signal()
         submitits = signal.getsignal(warning)
         child = _Child((warning, signal.SIGTERM, signal.SIGINT))  # the last is how the local executor cancels
-        code = child.start(self.command).wait()
+        process = child.start(self.command)
+        while (code := process.poll()) is None:
+            # Handlers run between two looks; a blocking wait goes on where another thread got the signal.
+            time.sleep(_POLL_S)
         # One that was warned before it could listen has died of it, and has done nothing yet.
         is_to_go_on = code in (STOPPED, -warning) and child.told == {warning}
         if is_to_go_on and callable(submitits):

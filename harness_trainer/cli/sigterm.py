@@ -26,7 +26,9 @@ def heeded() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        # One that was heard is ignored until the process has ended.
+        if signal.getsignal(signal.SIGTERM) == _terminate:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _terminate(*_: object) -> None:

@@ -51,7 +51,8 @@ class Run:
 
     def steps(self) -> list[dict]:
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be being written
+        return [json.loads(line) for line in whole.splitlines() if line]
 
     def until(self, condition, what: str) -> None:
         until = time.monotonic() + PATIENCE_S

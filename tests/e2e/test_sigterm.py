@@ -48,6 +48,10 @@ def end(run: Run) -> str:
     assert time.monotonic() - began < WITHIN_S, err
     assert run.process.returncode == 143 and "Traceback" not in err, err
     assert "the same command continues" in err
+    # What was just being started when it was told ends with its owner, a moment later.
+    until_gone = time.monotonic() + WITHIN_S
+    while processes_of(run.path) and time.monotonic() < until_gone:
+        time.sleep(0.1)
     assert processes_of(run.path) == {}
     assert list((run.folder / "state" / "harness-trainer" / "owned").glob("*.json")) == []
     return err
