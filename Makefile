@@ -55,12 +55,13 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin
 	$$python -c "import ensurepip" 2>/dev/null && echo $$python && break; done)
 setup-harbor: $(if $(PYTHON312),$(HARBOR)/.done)
 
-# torch first and with its own dependencies (they differ between machines with and without a GPU); the rest is a lock.
-$(VENV)/.done: pyproject.toml requirements/project.txt
+# torch first and with its own dependencies (they differ between machines with and without a GPU); the rest is a lock, and what only
+# those who work on it need another: it is in no image.
+$(VENV)/.done: pyproject.toml requirements/project.txt requirements/tools.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q --no-deps -r requirements/project.txt
+	$(BIN)/pip install -q --no-deps -r requirements/project.txt -r requirements/tools.txt
 	$(BIN)/pip install -q --no-deps -e .
 	touch $@
 

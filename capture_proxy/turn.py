@@ -12,8 +12,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from capture_proxy.calls import Listener, RunningCall, Started, Text
 from capture_proxy.dialects.base import Call
@@ -21,12 +21,20 @@ from capture_proxy.engines.base import ChatRequest, DeltaEvent, Engine, FinishEv
 from capture_proxy.errors import CaptureError, EngineError, EngineUnreachable, SessionClosed, StoreError
 from capture_proxy.gate import Gate, Patience
 from capture_proxy.ids import TokenIds
-from capture_proxy.ledger import Attempt, cut_by_window
+from capture_proxy.ledger import Attempt
 from capture_proxy.metrics import Metrics
 from capture_proxy.rendering import Bridger
-from capture_proxy.sampling import shaping_findings
 from capture_proxy.session import Admission, Live, Sessions, closed
-from capture_proxy.types import Finding, Severity, Turn, TurnRole, TurnStatus
+from capture_proxy.turn_record import (
+    Blank,
+    check_tokens,
+    closing_turn,
+    open_turn,
+    sent_message,
+    take_finish,
+    take_prompt,
+)
+from capture_proxy.types import Turn, TurnRole, TurnStatus
 
 _log = logging.getLogger(__name__)
 # How long a hang-up may take to be noticed: a request that repeats one whose connection seems open waits this long
@@ -91,7 +99,7 @@ class Turns:
             if live.session.policy.at_limit != "reply":
                 raise
             return _told(closing_turn(live, call, dialect, error))
-        turn = _open_turn(admission, call, dialect, arrived)
+        turn = open_turn(admission, call, dialect, arrived)
         turn.raw, turn.body_hash = arrival.raw, arrival.body_hash
         running = RunningCall(admission.turn_id, self._grace_s)
         self._running[admission.turn_id] = running
@@ -198,7 +206,7 @@ class Turns:
         return loop.call_later(max(0.0, deadline - self._clock()), running.abort, reason)
 
     async def _sample(self, admission: Admission, turn: Turn, running: RunningCall) -> None:
-        blank, patience = _Blank.of(turn), self._gate.patience()
+        blank, patience = Blank.of(turn), self._gate.patience()
         while True:
             try:
                 async with self._gate.attempt():
@@ -234,13 +242,13 @@ class Turns:
                             reasoning.append(event.reasoning)
                             running.put(Text(event.content, event.reasoning))
                     elif isinstance(event, PromptEvent):
-                        _take_prompt(turn, event)
+                        take_prompt(turn, event)
                         if not running.has_begun:
                             running.put(Started(len(event.prompt_ids_P) or None))
                     else:
                         finish = event
         finally:
-            turn.message = _sent("".join(content), "".join(reasoning))
+            turn.message = sent_message("".join(content), "".join(reasoning))
         try:
             turn.prompt_ids_P = TokenIds.of(turn.prompt_ids_P)  # looked at and packed once, for store and history alike
         except ValueError as error:
@@ -248,9 +256,7 @@ class Turns:
             raise EngineError(f"the engine sent a prompt that is no token ids: {error}") from None
         if finish is None:
             raise EngineError("the engine's reply ended without a finish")
-        _take_finish(turn, finish)
-        if finish.finish_reason == "length" and not cut_by_window(turn, admission.live.session.policy):
-            turn.findings.append(Finding(Severity.INFO, "cut", _who_cut(admission)))
+        take_finish(turn, finish, admission)
 
     async def _commit(self, admission: Admission, turn: Turn, error: CaptureError | None) -> StoreError | None:
         metrics = self.metrics
@@ -271,29 +277,6 @@ class Turns:
         if turn.first_token_at is not None:
             metrics.first_token.observe(turn.first_token_at - turn.started_at)
         return None
-
-
-def closing_turn(live: Live, call: Call, dialect: str, error: SessionClosed) -> Turn:
-    """What an agent is told instead of an error: a plain assistant message that ends it. Never recorded."""
-    return Turn(
-        turn_id=f"{live.session.session_id}-closed",
-        session_id=live.session.session_id,
-        index=live.next_index,
-        dialect=dialect,
-        request=call.record(),
-        requested_sampling={},
-        sampling={},
-        prompt_ids_P=[],
-        completion_ids_T=[],
-        logprobs_T=[],
-        version_spans=[],
-        message={"role": "assistant", "content": f"{error}."},
-        finish_reason="stop",
-        status=TurnStatus.OK,
-        role=TurnRole.SIDE,
-        side_reason=f"the session's end: {error.limit}",
-        started_at=time.time(),
-    )
 
 
 def _told(turn: Turn) -> Listener:
@@ -320,27 +303,6 @@ def _outcome(admission: Admission, turn: Turn, error: CaptureError | None) -> Tu
     return error
 
 
-@dataclass(frozen=True, slots=True)
-class _Blank:
-    """A turn as it was before the engine was asked. What is listed here is all that an attempt writes into it."""
-
-    sampling: dict[str, Any]
-    findings: list[Finding] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, turn: Turn) -> _Blank:
-        return cls(dict(turn.sampling), list(turn.findings))
-
-    def restore(self, turn: Turn, error: EngineError) -> None:
-        """The reply is of one engine: what another had sampled before it went away is no part of it."""
-        detail = f"{len(turn.completion_ids_T)} tokens were sampled before the engine went away: {error}"
-        self.findings.append(Finding(Severity.INFO, "sampled_anew", detail))
-        turn.sampling, turn.findings = dict(self.sampling), list(self.findings)
-        turn.prompt_ids_P, turn.completion_ids_T, turn.logprobs_T, turn.version_spans = [], [], [], []
-        turn.message, turn.finish_reason, turn.stop_sequence, turn.first_token_at = {}, None, None, None
-        turn.bridged_from, turn.bridge_refusal = None, None
-
-
 async def _waited(patience: Patience, running: RunningCall, error: EngineError) -> bool:
     """Whether the call may be made again now. A deadline that passes meanwhile is the engine's fault, no limit hit."""
     try:
@@ -349,106 +311,3 @@ async def _waited(patience: Patience, running: RunningCall, error: EngineError) 
         if not isinstance(running.abort_reason, SessionClosed):  # the agent hung up, or the gateway stops
             raise
         raise EngineUnreachable(f"{running.abort_reason} while its call waited for the engine: {error}") from None
-
-
-def _who_cut(admission: Admission) -> str:
-    policy, cap = admission.live.session.policy, admission.request.max_tokens
-    if cap is not None and cap == policy.max_tokens:
-        return f"at the policy's max_tokens, {cap}"
-    if policy.max_total_tokens is not None and policy.max_total_tokens <= admission.live.ledger.spent.tokens + (
-        cap or 0
-    ):
-        return f"at the session's max_total_tokens, {policy.max_total_tokens}"
-    return f"at the agent's own max_tokens, {cap}"
-
-
-def _open_turn(admission: Admission, call: Call, dialect: str, arrived: float) -> Turn:
-    sampling = dict(admission.request.sampling)
-    if admission.request.max_tokens is not None:
-        sampling["max_tokens"] = admission.request.max_tokens
-    return Turn(
-        turn_id=admission.turn_id,
-        session_id=admission.live.session.session_id,
-        index=admission.index,
-        dialect=dialect,
-        request=call.record(),
-        requested_sampling=dict(call.sampling),
-        sampling=sampling,
-        prompt_ids_P=[],
-        completion_ids_T=[],
-        logprobs_T=[],
-        version_spans=[],
-        message={},
-        finish_reason=None,
-        status=TurnStatus.FAILED,
-        role=TurnRole.AGENT,
-        findings=[*call.findings, *admission.findings],
-        started_at=arrived,
-    )
-
-
-def _take_prompt(turn: Turn, event: PromptEvent) -> None:
-    turn.prompt_ids_P = event.prompt_ids_P
-    turn.sampling.update(event.sampling)
-    if event.max_tokens is not None:
-        turn.sampling["max_tokens"] = event.max_tokens
-    if event.clamped:
-        detail = f"max_tokens lowered to the {event.max_tokens} that the window leaves"
-        turn.findings.append(Finding(Severity.INFO, "clamped", detail))
-    if not any(f.code == "shaped_sampling" for f in turn.findings):
-        turn.findings += shaping_findings(event.sampling)
-
-
-def _take_finish(turn: Turn, event: FinishEvent) -> None:
-    """Close the turn with the engine's whole message, checked against what the agent has been sent."""
-    sent_message = turn.message
-    turn.finish_reason = event.finish_reason
-    turn.stop_sequence = event.stop_sequence
-    turn.version_spans = event.version_spans
-    turn.findings += event.findings
-    turn.message = dict(event.message)
-    for name in ("content", "reasoning_content"):
-        sent, whole = sent_message.get(name) or "", turn.message.get(name) or ""
-        if not whole.startswith(sent):
-            detail = f"{name} was streamed as {sent[-80:]!r}, the whole reply has {whole[-80:]!r}"
-            turn.findings.append(Finding(Severity.WARN, "stream_mismatch", detail))
-            turn.message[name] = sent  # the record is of what the agent received
-
-
-def check_tokens(turn: Turn) -> list[Finding]:
-    """FATAL findings for tokens that cannot be trained on; never repaired, never cut to the shorter."""
-    findings = []
-    num_ids, num_logprobs = len(turn.completion_ids_T), len(turn.logprobs_T)
-    if not turn.prompt_ids_P:
-        findings.append(Finding(Severity.FATAL, "no_prompt_ids", "the engine did not return the prompt's ids"))
-    if not num_ids and (turn.message.get("content") or turn.message.get("tool_calls")):
-        findings.append(Finding(Severity.FATAL, "no_completion_ids", "the engine did not return the reply's ids"))
-    if num_ids != num_logprobs:
-        findings.append(Finding(Severity.FATAL, "misaligned", f"{num_ids} ids, {num_logprobs} logprobs"))
-        turn.logprobs_T = [None] * num_ids
-    else:
-        missing = turn.logprobs_T.count(None)
-        if missing:
-            detail = f"{missing} of {num_ids} sampled tokens have no finite log-probability"
-            findings.append(Finding(Severity.FATAL, "bad_logprob", detail))
-        known = [x for x in turn.logprobs_T if x is not None] if missing else cast(list[float], turn.logprobs_T)
-        if known and max(known) > 0:
-            positive = [x for x in known if x > 0]
-            detail = f"{len(positive)} log-probabilities are positive, the largest {max(positive)}"
-            findings.append(Finding(Severity.FATAL, "positive_logprob", detail))
-    covered = 0
-    for span in turn.version_spans:
-        if span.start != covered or span.end <= span.start:
-            break
-        covered = span.end
-    if turn.version_spans and covered != num_ids:
-        detail = f"policy versions cover {covered} of {num_ids} tokens"
-        findings.append(Finding(Severity.FATAL, "version_gap", detail))
-    return findings
-
-
-def _sent(content: str, reasoning: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": content or None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return message

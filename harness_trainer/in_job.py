@@ -3,6 +3,11 @@ copies, ends in time.
 
 Owns signals, the deadline and when copies are made. Checking and training are the ordinary commands, as children, so
 that a long upload never waits for them nor they for one. What a copy is `run_copy` knows, where it goes `jobs.copies`.
+
+**What a disk does never ends a run from here.** A run folder that cannot be looked at, and a log that takes no more,
+are told and tried again, without an end, while signals and the deadline are heeded as ever: whether the run can go on
+without its folder is its own to judge, and it ends by itself where it cannot. Fatal are such errors only before it was
+started (`go`), and after it is over, when its last copy cannot be made (`NOT_KEPT`).
 """
 
 from __future__ import annotations
@@ -95,6 +100,8 @@ class JobRun:
         self._pushed_step: int | None = None
         self._push_at = 0.0  # not before, by the clock
         self._push_failed = False  # the last one
+        self._is_blind = False  # the run folder could not be looked at, the last time
+        self._num_unsaid = 0  # lines that the log did not take
         self._taken: CopyTaken | None = None
 
     def go(self) -> int:
@@ -259,11 +266,11 @@ class JobRun:
         if self._taken is None and child.poll() is None and self._asked_to_save():
             wait_s = self._pace.save if self._told_to_go else max(self._pace.save, self._order.margin_s / 2)
             deadline = time.monotonic() + wait_s
-            while checkpoints.is_requested(self._run.checkpoints) and time.monotonic() < deadline:
+            while self._is_save_due() and time.monotonic() < deadline:
                 if child.poll() is not None or (self._told_to_go and wait_s > self._pace.save):
                     break
                 time.sleep(0.1)
-            if checkpoints.is_requested(self._run.checkpoints):
+            if self._is_save_due():
                 self._say("no checkpoint could be made in the middle of a step: the last one counts")
         if child.poll() is None:
             child.send_signal(signal.SIGINT)
@@ -276,6 +283,14 @@ class JobRun:
             self._say(f"no checkpoint can be asked for ({why}): the last one counts")
         return why is None
 
+    def _is_save_due(self) -> bool:
+        """Whether the checkpoint that was asked for is still to come; where nobody can look it may be."""
+        try:
+            return checkpoints.is_requested(self._run.checkpoints)
+        except OSError as error:
+            self._cannot_look(error)
+            return True
+
     # -- copies --------------------------------------------------------------------------------------------------
 
     def _push_if_new(self) -> None:
@@ -284,9 +299,25 @@ class JobRun:
                 return
             self._heed(self._pushing)
             self._pushing = None
-        step = newest_step(self._run)
+        try:
+            step = newest_step(self._run)
+        except OSError as error:
+            self._cannot_look(error)
+            return
+        if self._is_blind:
+            self._is_blind = False
+            self._say(f"the run folder {self._run.path} can be read again")
         if step is not None and step != self._pushed_step and self._clock() >= self._push_at:
             self._pushing = self._pool.submit(self._push)
+
+    def _cannot_look(self, error: OSError) -> None:
+        """Once, however often it is tried."""
+        if not self._is_blind:
+            self._is_blind = True
+            self._say(
+                f"WARNING: the run folder {self._run.path} cannot be read: {error.strerror or error}. The run goes on, "
+                "and no copy of it is made until the folder can be read again: look at the disk"
+            )
 
     def _push(self) -> int | None:
         """The step that the copy is of; None = there was nothing to copy, or nowhere to copy it to."""
@@ -355,12 +386,23 @@ class JobRun:
     # -- telling -------------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        print(self._mask(f"[job] {text}"), file=self._out, flush=True)
+        self._print(f"[job] {text}")
 
     def _pass_on(self, stream: IO[str] | None) -> None:
         assert stream is not None
         for line in stream:
-            print(self._mask(line.rstrip("\n")), file=self._out, flush=True)
+            self._print(line.rstrip("\n"))
+
+    def _print(self, line: str) -> None:
+        """A log that takes no more must not end the run, nor leave its output unread, which would stop it."""
+        try:
+            if self._num_unsaid:
+                late = f"[job] WARNING: the log took no lines for a while: up to {self._num_unsaid} are missing here"
+                print(late, file=self._out, flush=True)
+                self._num_unsaid = 0
+            print(self._mask(line), file=self._out, flush=True)
+        except OSError:
+            self._num_unsaid += 1
 
 
 def prepare(order: JobOrder) -> None:

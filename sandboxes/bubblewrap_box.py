@@ -1,8 +1,8 @@
 """The owner's end of a box that bubblewrap made: starting it, and asking its process 1 for commands.
 
-`bubblewrap_init` is the other end and describes the packets; what a box sees is `bubblewrap`'s. Called by `local_box`
-and, for detached jobs, by `job_supervisor`; imports little, so that the latter starts fast. Blocking, except where it
-says otherwise.
+`bubblewrap_init` is the other end and describes the packets; what a box sees is `bubblewrap`'s. Called by `local_box`,
+for its commands by `local_launch`, and for detached jobs by `job_supervisor`; imports little, so that the latter starts
+fast. Blocking, except where it says otherwise.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """What an image is built from: a folder with a Dockerfile, its content hash and its archive.
 
-Owns which files count (`.dockerignore`, by the SDK's own matcher), the hash over them, and the label that each layer
+Owns which files count (`.dockerignore`, by the SDK's own matcher), what the hash is over, and the label that each layer
 gets. Builds nothing: `docker_build` does, and is the only caller beside `docker_images`. Blocking.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,6 +16,7 @@ from typing import IO
 from docker.utils.build import create_archive, exclude_paths
 
 from sandboxes.base import SetupFailed
+from sandboxes.build_folder import digest_of, entry_parts
 from sandboxes.docker_labels import LAYER
 
 _SCHEME = "1"  # of the hash; another one builds every image anew
@@ -51,7 +49,7 @@ class Context:
         try:
             dockerfile = _read_dockerfile(folder)
             files = tuple(sorted(exclude_paths(str(folder), _ignored(folder))))
-            return cls(folder, files, dockerfile, _digest_of(_parts(folder, files, dockerfile)))
+            return cls(folder, files, dockerfile, digest_of(_parts(folder, files, dockerfile)))
         except OSError as e:
             raise SetupFailed(f"the image's folder {folder} cannot be read: {e}") from e
 
@@ -88,27 +86,11 @@ def _ignored(folder: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _digest_of(parts: Iterable[bytes]) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(b"%d:" % len(part))
-        whole.update(part)
-    return whole.hexdigest()
-
-
 def _parts(folder: Path, files: tuple[str, ...], dockerfile: str) -> Iterator[bytes]:
     yield _SCHEME.encode()
     yield dockerfile.encode(errors="surrogateescape")
     for name in files:
-        path = folder / name
-        info = path.lstat()
-        yield os.fsencode(name)
-        yield b"%o" % info.st_mode  # type and permissions
-        if stat.S_ISLNK(info.st_mode):
-            yield os.fsencode(os.readlink(path))
-        elif stat.S_ISREG(info.st_mode):
-            with path.open("rb") as file:
-                yield hashlib.file_digest(file, "sha256").digest()
+        yield from entry_parts(folder, name)
 
 
 def mark_layers(dockerfile: str) -> str:

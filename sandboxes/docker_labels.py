@@ -1,8 +1,8 @@
 """What is written on every object made in a Docker engine, so that it is never without an owner.
 
 Owns the labels of containers, networks, volumes and images, and the judgement of what nobody owns any more. Needs no
-Docker SDK and asks no engine: `docker`, `docker_images` and `docker_network` put the labels on, `docker_reaping` reads
-them.
+Docker SDK and asks no engine: `docker`, `docker_images`, `docker_network` and `docker_relay` put the labels on,
+`docker_reaping` reads them.
 
 A built image is a cache for everybody, so it carries other labels: a container that a person starts from it inherits
 them, and must not look like ours.

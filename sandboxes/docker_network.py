@@ -13,17 +13,16 @@
 IPv6 is off in all of them, and the sealed ones have no resolver. AF_VSOCK, the way from a virtual machine to its
 hypervisor, is no part of a network namespace: engines refuse it from 23.0 on, with an older one a warning is logged.
 
-Owns the plan of a mode, the run's bridge network and the folder of sockets; a sidecar's life is `docker_sidecar`'s, how
-many are started ahead of need `docker_spares`', how a sandbox is made `docker`'s, the only caller.
+Owns the plan of a mode, the run's bridge network and the folder of sockets; what a sidecar is made of is
+`docker_relay`'s, its life `docker_sidecar`'s, how many are started ahead of need `docker_spares`', how a sandbox is
+made `docker`'s, the only caller.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import ipaddress
 import logging
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from concurrent.futures import Executor
@@ -32,19 +31,17 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import docker
-from docker.types import LogConfig, Ulimit
 
-from sandboxes import netguard, relay
+from sandboxes import docker_relay
 from sandboxes.base import Access, BoxSpec, Endpoint, Network, NetworkMode, SandboxError
 from sandboxes.docker_api import ENGINE_ERRORS, is_absent, reason
 from sandboxes.docker_images import Images
-from sandboxes.docker_labels import CLAIM, PROJECT, engine_of, labels_of
-from sandboxes.docker_sidecar import NetworkLink, Places, Sidecar
+from sandboxes.docker_labels import CLAIM, engine_of, labels_of
+from sandboxes.docker_sidecar import NetworkLink, Sidecar
 from sandboxes.docker_spares import Spare, Spares, sandbox_claim
-from sandboxes.docker_volumes import open_to_relays, socket_volume, sockets_root
-from sandboxes.host_sockets import CONTROL, HostSockets
+from sandboxes.docker_volumes import open_to_relays, sockets_root
+from sandboxes.host_sockets import HostSockets
 from sandboxes.lifecycle import remove_tree
-from sandboxes.netguard import known_resolvers
 from sandboxes.ownership import Claim, Keeper, adopt, claim
 from sandboxes.processes import LifecycleError
 
@@ -53,15 +50,6 @@ log = logging.getLogger(__name__)
 GATEWAY_PORT = 18101  # on the sandbox's loopback
 PROXY_PORT = 18102
 _GATEWAY = "gateway"
-_USER = 65532  # "nonroot" in many images; nobody on the host
-_SOCKETS = "/run/ht"  # in the sidecar
-_FOLDER = f"{PROJECT}.sockets"  # label of a sidecar: the folder of the run's sockets, for whoever takes it over
-_MEMORY = 256 * 2**20  # bytes; a cap: an idle relay needs a twentieth
-# Of one sandbox to one service at once. More are refused: the gateway and this process have files for all sandboxes,
-# and one that opens thousands must not take them from the others.
-_MAX_CONNECTIONS = 256
-_IPV6_OFF = {"net.ipv6.conf.all.disable_ipv6": "1", "net.ipv6.conf.default.disable_ipv6": "1"}
-_RESOLVERS = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
 _T = TypeVar("_T")
 
 
@@ -170,7 +158,7 @@ class DockerNetwork:
             assert self._base is not None
             folder = Path(self._base.claim.folders[0])
             if self._image is None:
-                context = await self._threads(lambda: _relay_folder(folder, self._relay_base))
+                context = await self._threads(lambda: docker_relay.image_folder(folder, self._relay_base))
                 self._image = await self._images.ensure(BoxSpec("the relay", build_dir=context), "")
             if self._bridge is None and plan.bridge:
                 await _to_end(self._make_bridge(self._base.claim))
@@ -220,8 +208,8 @@ class DockerNetwork:
                 labels = (await self._threads(lambda: self._api.inspect_container(name)))["Config"]["Labels"] or {}
             except ENGINE_ERRORS as error:
                 raise SandboxError(f"the sandbox's relay {name} cannot be taken over: {reason(error)}") from error
-            if _FOLDER in labels:
-                sockets = await self._adopt_base(Path(labels[_FOLDER]))
+            if docker_relay.FOLDER_LABEL in labels:
+                sockets = await self._adopt_base(Path(labels[docker_relay.FOLDER_LABEL]))
                 link = self._link(plan, Sidecar(name, {}, sockets, must_be_ready=False))
             await link.ready()
         except BaseException:
@@ -254,7 +242,7 @@ class DockerNetwork:
     def _link(self, plan: _Plan, sidecar: Sidecar | None) -> NetworkLink:
         gateway = self._access.gateway
         public = gateway.public_url if gateway is not None and plan.bridge and not self._local else None
-        options = _alone() if sidecar is None else {"network_mode": f"container:{sidecar.name}"}
+        options = docker_relay.alone() if sidecar is None else {"network_mode": f"container:{sidecar.name}"}
         return NetworkLink(
             self._api,
             self._threads,
@@ -273,61 +261,19 @@ class DockerNetwork:
         gateway = {} if self._access.gateway is None else {_GATEWAY: self._access.gateway}
         return gateway | {_proxy_service(proxy.allow): proxy.endpoint for proxy in self._access.proxies}
 
-    # -- the sidecar's configuration -------------------------------------------------------------------------------
-
     def _config(self, plan: _Plan, name: str, owner: Claim, sockets: HostSockets | None) -> dict[str, Any]:
-        relay = ["/relay.py", "--max-connections", str(_MAX_CONNECTIONS)]
-        labels = labels_of(owner, "relay")
-        places = Places(_SOCKETS, socket_volume())
-        if sockets is not None:
-            labels[_FOLDER] = str(sockets.folder)
-            announce = places.inside(sockets.folder / CONTROL, _SOCKETS)
-            for port, service in plan.relayed.items():
-                relay.append(f"127.0.0.1:{port}={places.inside(sockets.path(service), f'{_SOCKETS}-{service}')}")
-            relay += ["--announce", announce, name]
-        host = self._confined() | {"mounts": places.mounts}
+        assert self._image is not None
+        bridge = None
         if plan.bridge:
-            # Root for as long as it takes to close the ways out.
-            guard = ["/netguard.py", "--user", str(_USER), *self._closing(), "--", "python3", "-I"]
-            host |= {"network_mode": self._bridge, "cap_add": ["NET_ADMIN", "SETUID", "SETGID"], "sysctls": _no_ipv6()}
-            user, argv = "0:0", [*guard, *relay]
-        else:
-            host |= _alone()
-            user, argv = f"{_USER}:{_USER}", relay
-        return {
-            "image": self._image,
-            "entrypoint": ["python3", "-I"],
-            "command": argv,
-            "user": user,
-            "hostname": "sandbox",
-            "labels": labels,
-            "use_config_proxy": False,
-            "host_config": self._api.create_host_config(**host),
-        }
-
-    def _confined(self) -> dict[str, Any]:
-        return {
-            "read_only": True,
-            "cap_drop": ["ALL"],
-            # SELinux lets no labelled container connect to a socket of the host's.
-            "security_opt": ["no-new-privileges", "label=disable"],
-            "mem_limit": _MEMORY,
-            "memswap_limit": _MEMORY,
-            "pids_limit": 32,
-            "nano_cpus": 10**9,  # a sandbox that floods its relay slows itself down, not the host
-            "ulimits": [Ulimit(name="nofile", soft=2**14, hard=2**14)],
-            "log_config": LogConfig(type="json-file", config={"max-size": "100k", "max-file": "1"}),
-        }
+            assert self._bridge is not None
+            bridge = docker_relay.Bridge(self._bridge, self._closing())
+        options, host = docker_relay.container(
+            name, self._image, owner, relayed=plan.relayed, sockets=sockets, bridge=bridge
+        )
+        return {**options, "host_config": self._api.create_host_config(**host)}
 
     def _closing(self) -> list[str]:
-        """What the guard is told of this host: its addresses, and the resolvers that Docker will ask."""
-        if not self._local:
-            return []
-        options = [f"--closed={address}/32" for address in own_addresses(Path("/proc/net/fib_trie").read_text())]
-        for file in _RESOLVERS:
-            with contextlib.suppress(OSError):
-                options += [f"--resolver={server}" for server in known_resolvers(file.read_text())]
-        return options
+        return docker_relay.guard_options() if self._local else []
 
     # -- what the run's sidecars share -----------------------------------------------------------------------------
 
@@ -430,45 +376,6 @@ async def _to_end(work: Coroutine[None, None, None]) -> None:
         if not task.cancelled():
             task.exception()
         raise
-
-
-def own_addresses(trie: str) -> list[str]:
-    """The IPv4 addresses of this machine's interfaces, loopback's left out, in the text of /proc/net/fib_trie."""
-    found, last = [], ""
-    for line in trie.splitlines():
-        line = line.strip()
-        if line.startswith(("|-- ", "+-- ")):
-            last = line[4:].split("/")[0].split()[0]
-        elif line == "/32 host LOCAL" and not ipaddress.IPv4Address(last).is_loopback:
-            found.append(last)
-    return sorted(set(found))
-
-
-def _alone() -> dict[str, Any]:
-    """Loopback only. The resolver's address answers at once that nobody is there, and tells nothing of this host's."""
-    return {"network_mode": "none", "dns": ["127.0.0.1"], "dns_search": ["."], "sysctls": _no_ipv6()}
-
-
-def _no_ipv6() -> dict[str, str]:
-    """Where the kernel has no IPv6 there is no such setting, and naming it would fail."""
-    return _IPV6_OFF if Path("/proc/sys/net/ipv6").exists() else {}
-
-
-def _relay_folder(folder: Path, base: str) -> Path:
-    """The relay's image to build: a base that has a python3, and two files of ours."""
-    files = [Path(str(module.__file__)) for module in (relay, netguard)]
-    folder = folder / "relay"
-    try:
-        folder.mkdir(exist_ok=True)
-        for file in files:
-            (folder / file.name).write_bytes(file.read_bytes())
-            (folder / file.name).chmod(0o644)
-        lines = [f"FROM {base}", *(f"COPY {file.name} /{file.name}" for file in files)]
-        (folder / "Dockerfile").write_text("\n".join(lines) + "\n")
-        (folder / "Dockerfile").chmod(0o644)
-    except OSError as error:
-        raise SandboxError(f"cannot write to {folder}: {error}; free space or set TMPDIR") from error
-    return folder
 
 
 def _sidecar_name(sandbox: str) -> str:

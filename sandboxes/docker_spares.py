@@ -2,8 +2,8 @@
 
 Owns how many there are and when one is made: never in front of a sandbox that is being created, one after another, by
 a task of its own. A spare is on record from the first as the sandbox that will take it, so it is reaped like one, and
-what takes over that sandbox takes over its relay. Handed out once. What a relay is made of is `docker_network`'s, the
-only caller.
+what takes over that sandbox takes over its relay. Handed out once. What a relay is made of is `docker_relay`'s.
+Called by `docker_network` alone.
 """
 
 from __future__ import annotations

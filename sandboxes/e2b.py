@@ -178,7 +178,8 @@ class E2BBackend:
         return box
 
     async def attach(self, sandbox_id: str) -> Sandbox:
-        from sandboxes.e2b_sandbox import GATEWAY, read_spec
+        from sandboxes.e2b_sandbox import GATEWAY
+        from sandboxes.e2b_setup import read_spec
 
         shared = self._open()
         about = await shared.service.info(sandbox_id)
@@ -191,7 +192,8 @@ class E2BBackend:
             raise SandboxError(f"E2B sandbox {sandbox_id} cannot be taken over: {e}") from e
         shared.claim_ids.add(owned.id)  # ours to end from here on, at the latest when the backend closes
         sandbox = await shared.service.connect(sandbox_id, shared.look_s + 300)
-        box = self._box(await read_spec(sandbox), shared)
+        spec = await read_spec(sandbox_id, lambda path: sandbox.files.read(path, user="root"))
+        box = self._box(spec, shared)
         try:
             await box.take_over(sandbox, owned, about.get(GATEWAY) or None)
         except BaseException:

@@ -1,22 +1,21 @@
-"""One sandbox in E2B's cloud: the five primitives below `RemoteSandbox`, its lifetime and its end.
+"""One sandbox in E2B's cloud: the five primitives below `RemoteSandbox`, its start and its end.
 
-Owns the claim on it, keeping it alive while it is used, and noticing that it is gone: from then on every call fails at
-once, whatever it was doing. How E2B is asked is `e2b_service`, what happens inside is `e2b_envd`. Made by `e2b`.
+Owns the claim on it, and what its being gone means: from then on every call fails at once, whatever it was doing. That
+it is kept alive while it is used is `e2b_lifetime`, what is done in it first `e2b_setup`, how E2B is asked
+`e2b_service`, what happens inside `e2b_envd`. Made by `e2b`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import posixpath
 import secrets
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
@@ -27,9 +26,6 @@ from sandboxes.archive import names_in
 from sandboxes.base import (
     Access,
     BoxSpec,
-    Limits,
-    Network,
-    NetworkMode,
     NoSuchPath,
     SandboxError,
     SandboxGone,
@@ -38,6 +34,7 @@ from sandboxes.base import (
 from sandboxes.docker_labels import labels_of
 from sandboxes.e2b import E2BConfig
 from sandboxes.e2b_envd import NO_LIMITS, Envd
+from sandboxes.e2b_lifetime import Lifetime, wanted_s
 from sandboxes.e2b_network import Reach
 from sandboxes.e2b_service import (
     E2B_ERRORS,
@@ -45,10 +42,10 @@ from sandboxes.e2b_service import (
     Order,
     Service,
     as_sandbox_error,
-    end_task,
     heeding_cancellation,
     may_be_gone,
 )
+from sandboxes.e2b_setup import defaults_of, prepare
 from sandboxes.e2b_templates import Templates
 from sandboxes.ownership import Claim, Keeper, LifecycleError, claim
 from sandboxes.remote import Exec, OnOutput, RemoteSandbox
@@ -56,23 +53,6 @@ from sandboxes.remote import Exec, OnOutput, RemoteSandbox
 log = logging.getLogger(__name__)
 
 GATEWAY = "harness-trainer.gateway"  # in a sandbox's metadata: where it was told to find the gateway
-_MARGIN_S = 120.0  # of a lifetime over the deadline: time to read what happened
-_NO_DEADLINE_S = 3600.0  # lifetime at a time of a sandbox without a deadline
-_SPEC_PATH = "/root/.harness-trainer.json"  # for whoever takes over when this process dies
-_DEFAULT_USER, _DEFAULT_FOLDER = "user", "/home/user"  # of a template that sets none; every one has both
-
-# Arguments: names to pin, as lines of /etc/hosts ("" = none), and "1" when commands do not run as root. Its standard
-# input is kept for a successor. E2B gives its default user sudo without a password, accounts without passwords and a
-# world-writable /usr/local, which comes first in root's PATH: the agent would be root, and could write its own reward.
-_PREPARE = f"""
-umask 077; cat > {_SPEC_PATH} || exit 1
-[ -z "$1" ] || printf '%s\\n' "$1" >> /etc/hosts || exit 1
-[ "$2" = 1 ] || exit 0
-for f in /usr/bin/sudo /usr/bin/su /bin/su /usr/bin/doas; do [ ! -e $f ] || chmod u-s $f || exit 1; done
-chmod -R go-w /usr/local 2>/dev/null
-exit 0
-"""
-_WHO = "id -un && pwd && cd && pwd"
 
 
 @dataclass(slots=True)
@@ -141,8 +121,7 @@ class E2BSandbox(RemoteSandbox):
         self._box_id: str | None = None
         self._doubt = False  # others of our claim may exist
         self._envd: Envd | None = None
-        self._lives_until = 0.0  # monotonic seconds
-        self._keeper: asyncio.Task[None] | None = None
+        self._lifetime: Lifetime | None = None
         self._calls: set[asyncio.Timeout] = set()  # under way inside the sandbox
 
     # --- start ---
@@ -163,7 +142,7 @@ class E2BSandbox(RemoteSandbox):
                 GATEWAY: self._gateway_url or "",
             },
             network=self._reach.options(addresses),
-            lifetime_s=self._service.cut(self._wanted_lifetime_s()),
+            lifetime_s=self._service.cut(self._wanted_s()),
         )
         within_s = (
             self._shared.create_timeout_s if deadline_s is None else min(self._shared.create_timeout_s, deadline_s)
@@ -193,9 +172,14 @@ class E2BSandbox(RemoteSandbox):
 
     def _take(self, sandbox: AsyncSandbox) -> None:
         self._box_id = sandbox.sandbox_id
-        self._lives_until = time.monotonic() + self._service.cut(self._wanted_lifetime_s())
+        self._lifetime = Lifetime(
+            self._service, self._box_id, wanted=self._wanted_s, gone=self._latch, look_s=self._shared.look_s
+        )
         self._envd = Envd(sandbox)
-        self._keeper = asyncio.create_task(self._keep(), name=f"lifetime of {self._box_id}")
+        self._lifetime.start()
+
+    def _wanted_s(self) -> float:
+        return wanted_s(self.spec.limits.deadline_s, self._ends_at)
 
     async def keep(self, keeper: Keeper, until: float) -> None:
         self._ready()
@@ -227,92 +211,28 @@ class E2BSandbox(RemoteSandbox):
         return addresses
 
     async def _prepare(self, template: str, addresses: dict[str, str]) -> None:
-        """Names, rights, and who commands run as: what only E2B needs before the usual set-up."""
-        user, workdir = await self._defaults(template)
+        """Before the usual set-up. A template is asked once who its user is."""
+        defaults = self._shared.defaults
+        if template not in defaults:
+            defaults[template] = await defaults_of(template, self._collect)
+        user, workdir = defaults[template]
         self._user_wanted = self._user_wanted or user
         self._workdir = self.spec.workdir or workdir or self._workdir
-        hosts = "\n".join(f"{address} {name}" for name, address in addresses.items())
-        common = "" if self._user_wanted in ("root", "0") else "1"
-        kept = json.dumps(_spec_as_json(self.spec, self._user_wanted, self._workdir)).encode()
-        argv = [inside.SHELL, "-c", _PREPARE, "sh", hosts if not self._reach.wildcards else "", common]
-        code, _, err = await self._collect(Exec(argv, user="root", cwd="/", stdin=kept))
-        if code != 0:
-            raise SandboxError(f"the E2B sandbox of {self.spec.name} could not be prepared: {err}")
+        lines = [] if self._reach.wildcards else [f"{address} {name}" for name, address in addresses.items()]
+        await prepare(self.spec, self._user_wanted, self._workdir, "\n".join(lines), self._collect)
 
-    async def _defaults(self, template: str) -> tuple[str, str | None]:
-        """The template's own user and working folder (None = it sets none), asked once per template."""
-        if template not in self._shared.defaults:
-            code, out, err = await self._collect(Exec([inside.SHELL, "-c", _WHO]))
-            lines = out.splitlines()
-            if code != 0 or len(lines) != 3:
-                raise SandboxError(f"the E2B template {template!r} does not say who its user is: {err}")
-            user, folder, home = lines
-            user = _DEFAULT_USER if user == "root" else user
-            self._shared.defaults[template] = user, None if folder in (home, "/", _DEFAULT_FOLDER) else folder
-        return self._shared.defaults[template]
-
-    # --- lifetime ---
-
-    def _wanted_lifetime_s(self) -> float:
-        deadline_s = self.spec.limits.deadline_s
-        if deadline_s is None:
-            return _NO_DEADLINE_S
-        left = deadline_s if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
-        return left + _MARGIN_S
-
-    async def _keep(self) -> None:
-        """Extend the lifetime while the sandbox is used, and notice when it is gone."""
-        pause = self._pause()
-        while True:
-            await asyncio.sleep(pause)
-            try:
-                await self._keep_once()
-                pause = self._pause()
-            except SandboxGone as e:
-                self._latch(e)
-                return
-            except SandboxError as e:
-                log.warning("E2B sandbox %s: %s; trying again", self._box_id, e)
-                pause = min(5.0, self._pause())
-
-    def _pause(self) -> float:
-        return max(0.1, min(self._shared.look_s, (self._lives_until - time.monotonic()) / 2))
-
-    async def _keep_once(self) -> None:
-        assert self._box_id is not None
-        wanted = self._service.cut(self._wanted_lifetime_s())
-        if time.monotonic() + wanted > self._lives_until + 1.0:
-            await self._extend()
-        else:
-            await self._service.info(self._box_id)
-
-    async def _extend(self) -> None:
-        assert self._box_id is not None
-        lifetime_s = await self._service.extend(self._box_id, self._wanted_lifetime_s())
-        self._lives_until = time.monotonic() + lifetime_s
-
-    async def _look(self) -> None:
-        assert self._box_id is not None
-        try:
-            await self._service.info(self._box_id)
-        except SandboxGone as e:
-            self._latch(e)
-            raise
+    # --- being gone ---
 
     async def _look_if_possible(self) -> None:
-        """As `_look`, and silent when E2B does not answer."""
-        try:
-            await self._look()
-        except SandboxGone:
-            raise
-        except SandboxError as e:
-            log.debug("whether %s is gone could not be asked: %s", self._box_id, e)
+        assert self._lifetime is not None
+        await self._lifetime.look_if_possible()
 
     async def renew(self) -> None:
         await super().renew()
         with self._latched():
             await asyncio.to_thread(self._access.require_same, self._gateway_url)
-            await self._extend()
+            assert self._lifetime is not None
+            await self._lifetime.extend()
 
     def _latch(self, error: SandboxGone) -> None:
         """Every later call fails at once, and those under way now."""
@@ -417,8 +337,8 @@ class E2BSandbox(RemoteSandbox):
     # --- end ---
 
     async def _destroy(self) -> None:
-        if self._keeper is not None:
-            await end_task(self._keeper)
+        if self._lifetime is not None:
+            await self._lifetime.end()
         if self._claiming is None:
             return
         await asyncio.wait({self._claiming})
@@ -449,38 +369,3 @@ def _as_named_user(command: Exec) -> Exec:
         return Exec(command.argv, "root", command.cwd, command.env, command.stdin)
     ids = ["--reuid", uid, "--regid", gid or uid, "--clear-groups"]
     return Exec(["setpriv", *ids, "--", *command.argv], "root", command.cwd, command.env, command.stdin)
-
-
-def _spec_as_json(spec: BoxSpec, user: str, workdir: str) -> dict[str, object]:
-    return {
-        "name": spec.name,
-        "env": dict(spec.env),
-        "user": user,
-        "workdir": workdir,
-        "limits": asdict(spec.limits),
-        "network": {"mode": str(spec.network.mode), "allow": list(spec.network.allow)},
-    }
-
-
-def spec_from_json(text: str) -> BoxSpec:
-    """What `_prepare` left. Raises ValueError, KeyError or TypeError when somebody else wrote it."""
-    data = json.loads(text)
-    network = Network(NetworkMode(data["network"]["mode"]), tuple(data["network"]["allow"]))
-    return BoxSpec(
-        name=data["name"],
-        env=data["env"],
-        user=data["user"],
-        workdir=data["workdir"],
-        limits=Limits(**data["limits"]),
-        network=network,
-    )
-
-
-async def read_spec(sandbox: AsyncSandbox) -> BoxSpec:
-    """The spec of a sandbox that another process made. Raises SandboxError."""
-    try:
-        return spec_from_json(await sandbox.files.read(_SPEC_PATH, user="root"))
-    except (ValueError, KeyError, TypeError) as e:
-        raise SandboxError(f"E2B sandbox {sandbox.sandbox_id} was not made by this version: {e}") from e
-    except E2B_ERRORS as e:
-        raise as_sandbox_error(e, f"E2B sandbox {sandbox.sandbox_id} cannot be taken over") from e

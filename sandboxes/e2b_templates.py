@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import io
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from e2b.exceptions import AuthenticationException, BuildException, RateLimitExc
 from e2b.template.main import TemplateBuilder
 
 from sandboxes.base import BoxSpec, SandboxError, SetupFailed
+from sandboxes.build_folder import digest_of, entry_parts
 from sandboxes.e2b_service import E2B_ERRORS, Connection, as_sandbox_error, end_task, said
 
 RETRY_AFTER_S = 300.0  # a failed build is not tried again before
@@ -155,24 +154,14 @@ def _parse(spec: BoxSpec, log: TextIO, log_path: Path) -> TemplateBuilder:
 def template_name(spec: BoxSpec) -> str:
     """Equal for equal folders (names, modes, bytes, link targets) and sizes. Blocking. Raises SetupFailed."""
     assert spec.build_dir is not None
-    whole = hashlib.sha256()
     try:
-        for part in _parts(spec, spec.build_dir):
-            whole.update(b"%d:" % len(part))
-            whole.update(part)
+        digest = digest_of(_parts(spec, spec.build_dir))
     except OSError as e:
         raise SetupFailed(f"the image's folder {spec.build_dir} cannot be read: {e}") from e
-    return f"harness-trainer-{whole.hexdigest()[:24]}"
+    return f"harness-trainer-{digest[:24]}"
 
 
 def _parts(spec: BoxSpec, folder: Path) -> Iterator[bytes]:
     yield f"{_SCHEME} {spec.limits.cpus} {spec.limits.memory_mb}".encode()
     for path in sorted(folder.rglob("*")):
-        info = path.lstat()
-        yield os.fsencode(path.relative_to(folder))
-        yield b"%o" % info.st_mode  # type and permissions
-        if stat.S_ISLNK(info.st_mode):
-            yield os.fsencode(os.readlink(path))
-        elif stat.S_ISREG(info.st_mode):
-            with path.open("rb") as file:
-                yield hashlib.file_digest(file, "sha256").digest()
+        yield from entry_parts(folder, path.relative_to(folder))

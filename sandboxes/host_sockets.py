@@ -1,8 +1,8 @@
 """The folder of Unix sockets through which a run's sealed sandboxes reach this host.
 
 Owns which socket leads to which service (the service's own where a relay may use it, else a bridge to it), and who is
-there: each relay says so when it listens, and its silence is how its death is known. `docker_network` mounts the folder
-into relays, never into sandboxes.
+there: each relay says so when it listens, and its silence is how its death is known. `docker_network` opens it,
+`docker_relay` mounts it into relays, and nobody into sandboxes.
 """
 
 from __future__ import annotations

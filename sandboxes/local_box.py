@@ -1,8 +1,9 @@
-"""One local sandbox: a temp folder, the commands that run in it, and what holds them back.
+"""One local sandbox: a temp folder, its life, and what may happen in it.
 
-Owns how a command runs here (environment, limits, time-outs, output), detached jobs and the life of the folder. Whether
-commands run directly on this machine (`local_process`) or sealed in (`bubblewrap`) is the plan's word. Files are
-`local_files`, finding and killing processes `processes`, records `ownership`. Made by `local`.
+Owns the folder from creation to removal, the deadline, whether a command may start, and the order of its parts at a
+limit and at the end. Commands that are waited for are `local_commands`', how one is started `local_launch`'s, detached
+ones `local_jobs`', files `local_files`', the sealed kind's box `bubblewrap_box`'s; finding and killing processes is
+`processes`, records `ownership`. Made by `local`.
 
 On disk a sandbox is `<its id>/root`, the files that commands see, and `<its id>/control`, ours: what another process
 needs to take the sandbox over, the jobs, and in a sealed one the socket of its process 1.
@@ -18,8 +19,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
@@ -27,33 +27,24 @@ from sandboxes import bubblewrap
 from sandboxes.base import FOLDERS, Command, JobStatus, RunResult, SandboxError, SandboxGone, SetupFailed
 from sandboxes.bubblewrap import Shape
 from sandboxes.bubblewrap_box import SealedBox
-from sandboxes.files import Tree, parts_of
+from sandboxes.files import Tree
 from sandboxes.health import wait_healthy
-from sandboxes.inside import with_odd_names
 from sandboxes.lifecycle import Claim, LifecycleError, claim, remove_tree
+from sandboxes.local_commands import Commands
 from sandboxes.local_files import LocalFiles, in_thread
 from sandboxes.local_jobs import Jobs, Order
+from sandboxes.local_launch import Launcher, place, stdin_of
 from sandboxes.local_plan import Kept, Plan, Services
-from sandboxes.local_process import HostProcess, NotStarted, Running, in_memory, own_user, search_path
-from sandboxes.local_watch import ulimits, watch
-from sandboxes.output import Capture
+from sandboxes.local_process import own_user
+from sandboxes.local_watch import watch
 from sandboxes.ownership import Keeper
 from sandboxes.processes import MARKER, Traces, find_near, kill_owned
 from sandboxes.relay import Relay
 
 log = logging.getLogger(__name__)
 
-_TERM_GRACE_S = 0.7  # between SIGTERM and SIGKILL at a time limit
 _NOT_WORKSPACE = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
 _PORTS = {"gateway": bubblewrap.GATEWAY_PORT, "proxy": bubblewrap.PROXY_PORT}
-
-
-@dataclass(slots=True)
-class _Command:
-    """A running command, and the limit of the whole sandbox that ended it ("" = none did)."""
-
-    running: Running | None = None
-    broken: str = ""
 
 
 class LocalSandbox(LocalFiles):
@@ -69,13 +60,11 @@ class LocalSandbox(LocalFiles):
         self._folder: Path | None = None  # holds root and control
         self._uid: int | None = None  # of a sealed sandbox's processes, None = ours
         self._sealed: SealedBox | None = None
-        self._env: Mapping[str, str] = {}
+        self._launcher: Launcher | None = None
         self._lock = threading.Lock()  # creation and removal, which run in threads
         self._gone = ""  # why
         self._stopped = False
-        self._num_commands = 0
-        self._captures: set[Capture] = set()  # of every command, while something holds its output open
-        self._commands: dict[str, _Command] = {}  # that run, by id
+        self._commands = Commands(self._check_alive)
         self._ending_all = asyncio.Lock()  # at a limit: what is started meanwhile would be killed with the rest
         self._known_jobs: Jobs | None = None
         self._ends_at: float | None = None  # monotonic seconds, the same for every process of this machine
@@ -126,8 +115,7 @@ class LocalSandbox(LocalFiles):
         return None if service is None else service.url
 
     def resolve(self, path: str) -> str:
-        inside = "/" + "/".join(parts_of(path))
-        return inside if self._plan.sealed else str(self._root / inside[1:])
+        return place(path, None if self._plan.sealed else self._root)
 
     @property
     def _root(self) -> Path:
@@ -210,13 +198,13 @@ class LocalSandbox(LocalFiles):
                 raise SetupFailed(f"task {plan.name!r}: {e}") from e
 
     def _open_box(self) -> None:
-        self._env = self._environment()
-        if not self._plan.sealed:
-            return
-        ports = tuple(_PORTS[name] for name in self._services.relayed(self._plan))
-        shape = Shape(self._root, self._control, self._uid, self._plan.mounts, self._plan.shares_network, ports)
-        self._sealed = SealedBox(shape)
-        self._sealed.start({"PATH": os.defpath, MARKER: self._claimed.marker})
+        if self._plan.sealed:
+            ports = tuple(_PORTS[name] for name in self._services.relayed(self._plan))
+            shape = Shape(self._root, self._control, self._uid, self._plan.mounts, self._plan.shares_network, ports)
+            self._sealed = SealedBox(shape)
+        self._launcher = Launcher(self._plan, self._claimed, self._root, self._sealed)
+        if self._sealed is not None:
+            self._sealed.start({"PATH": os.defpath, MARKER: self._claimed.marker})
 
     @property
     def _claimed(self) -> Claim:
@@ -273,8 +261,7 @@ class LocalSandbox(LocalFiles):
         self._gone = self._gone or "it was stopped"
         if self._watch_task is not None:
             self._watch_task.cancel()
-        for capture in list(self._captures):
-            capture.close()
+        self._commands.stop()
         await asyncio.shield(self._end())
 
     async def _end(self) -> None:
@@ -318,7 +305,7 @@ class LocalSandbox(LocalFiles):
         return self._ends_at
 
     def busy(self) -> bool:
-        return bool(self._commands) or (not self._gone and self._jobs.any())
+        return self._commands.num_running() > 0 or (not self._gone and self._jobs.any())
 
     def pids(self) -> tuple[list[int], int]:
         if self._gone or self._folder is None or self._claim is None:
@@ -326,12 +313,11 @@ class LocalSandbox(LocalFiles):
         ours = self._jobs.num_running()
         if self._sealed is None:
             return find_near(self._claim.id, self._folder), ours
-        return self._sealed.pids(), 1 + ours + len(self._commands)
+        return self._sealed.pids(), 1 + ours + self._commands.num_running()
 
     async def end_all(self, reason: str) -> None:
         async with self._ending_all:
-            for command in self._commands.values():
-                command.broken = command.broken or reason
+            self._commands.break_all(reason)
             try:
                 await in_thread(lambda: self._jobs.break_all(reason))
                 await self.kill_all()
@@ -341,50 +327,18 @@ class LocalSandbox(LocalFiles):
     # --- commands ---
 
     async def run(self, command: Command) -> RunResult:
-        await self._may_start(command)
-        began = time.monotonic()
-        command_id, env = self._next_command(command)
-        out, err = (Capture(command.output_cap, self._captures.discard) for _ in range(2))
-        self._captures |= {out, err}
-        state = self._commands[command_id] = _Command()
-        try:
-            state.running = self._start(command, command_id, env, out, err)
-            timed_out = await self._wait(state.running, command.timeout_s)
-        except NotStarted as e:
-            if e.what == "cwd":  # the agent may have removed it: its doing, not ours
-                return RunResult(126, "", f"sandbox: no folder {self._cwd(command)} to run in\n", False, False)
-            raise SandboxError(f"cannot start {' '.join(command.argv[:1])} in the sandbox: {e}") from e
-        except BaseException:
-            if state.running is not None:
-                await asyncio.shield(asyncio.to_thread(state.running.end))
-            raise
-        finally:
-            del self._commands[command_id]
-            if state.running is not None:
-                state.running.release()
-            out.finish()
-            err.finish()
-        if self._stopped:
-            raise SandboxGone("the sandbox is gone: it was stopped while a command ran")
-        timed_out = timed_out or state.broken.startswith("deadline")
-        if not timed_out:
-            self._check_alive()  # else nobody knows how the command ended
-        return RunResult(
-            exit_code=None if timed_out else state.running.exit_code,
-            stdout=out.text(),
-            stderr=err.text() + (f"sandbox: killed at its {state.broken}\n" if state.broken else ""),
-            timed_out=timed_out,
-            truncated=out.truncated or err.truncated,
-            duration_s=time.monotonic() - began,
-            oom=state.broken.startswith("memory"),
-        )
+        launcher = await self._may_start(command)
+        return await self._commands.run(launcher, command, self._ends_at)
 
-    async def _may_start(self, command: Command) -> None:
+    async def _may_start(self, command: Command) -> Launcher:
         async with self._ending_all:
+            self._started()
             self._check(command)
+            if self._launcher is None:
+                raise SandboxError("the sandbox is still being started; use it in `async with`")
+            return self._launcher
 
     def _check(self, command: Command) -> None:
-        self._started()
         if not command.argv:
             raise ValueError("a command needs at least the program's name")
         self._check_deadline()
@@ -394,83 +348,23 @@ class LocalSandbox(LocalFiles):
                 f"a local sandbox runs everything as {self.user}; it cannot run a command as {command.user}"
             )
 
-    def _next_command(self, command: Command) -> tuple[str, dict[str, str]]:
-        self._num_commands += 1
-        command_id = f"{self._claimed.id}.{os.getpid()}-{self._num_commands}"
-        marker = f"{self._claimed.marker}/{command_id}"
-        return command_id, {**self._env, **command.env, MARKER: marker}
-
-    def _cwd(self, command: Command) -> str:
-        return self._plan.workdir if command.cwd is None else command.cwd
-
-    def _limited(self, command: Command) -> list[str]:
-        argv = with_odd_names(command.argv, {**self._env, **command.env})
-        return ["/bin/sh", "-c", ulimits(self._plan.limits) + 'exec "$@"', "sh", *argv]
-
-    def _environment(self) -> dict[str, str]:
-        plan = self._plan
-        path = bubblewrap.search_path(plan.mounts) if plan.sealed else search_path()
-        return {
-            "PATH": os.pathsep.join(path),
-            "HOME": self.resolve("/home"),
-            "TMPDIR": self.resolve("/tmp"),
-            "LANG": "C.UTF-8",
-            "SANDBOX_ROOT": "" if plan.sealed else str(self._root),
-            **plan.env,
-        }
-
-    def _start(self, command: Command, command_id: str, env: Mapping[str, str], out: Capture, err: Capture) -> Running:
-        """On the event loop, as asyncio's own subprocesses do: a start that is cancelled half-way is worse."""
-        argv, cwd = self._limited(command), self.resolve(self._cwd(command))
-        try:
-            with in_memory(_stdin(command)) as stdin:
-                stdio = (stdin, out.write_fd, err.write_fd)
-                if self._sealed is not None:
-                    running: Running = self._sealed.run(argv, cwd, env, stdio)
-                else:
-                    running = HostProcess(argv, cwd=cwd, env=env, command_id=command_id, stdio=stdio)
-        except BaseException:
-            out.close()
-            err.close()
-            raise
-        for capture in (out, err):
-            capture.close_write_end()
-            capture.start()
-        return running
-
-    async def _wait(self, running: Running, limit: float | None) -> bool:
-        """Until the command is over or its time is; whether its time was. Nothing of it lives on in that case."""
-        if self._ends_at is not None:
-            left = max(0.0, self._ends_at - time.monotonic())
-            limit = left if limit is None else min(limit, left)
-        try:
-            await asyncio.wait_for(running.over(), limit)
-            return False
-        except TimeoutError:
-            running.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(running.over(), _TERM_GRACE_S)
-            await in_thread(running.end)
-            return True
-
     # --- detached jobs ---
 
     async def start_job(self, command: Command) -> str:
-        await self._may_start(command)
-        command_id, env = self._next_command(command)
+        call = (await self._may_start(command)).call(command)
         order = Order(
             job_id=secrets.token_hex(6),
-            command_id=command_id,
-            argv=self._limited(command),
-            cwd=self.resolve(self._cwd(command)),
-            env=env,
+            command_id=call.command_id,
+            argv=call.argv,
+            cwd=call.cwd,
+            env=call.env,
             output_cap=command.output_cap,
             timeout_s=command.timeout_s,
             ends_at=self._ends_at,
             control=None if self._sealed is None else str(self._control),
             uid=self._uid,
         )
-        await in_thread(self._jobs.start, order, _stdin(command), self._claimed.marker)
+        await in_thread(self._jobs.start, order, stdin_of(command), self._claimed.marker)
         return order.job_id
 
     @property
@@ -506,7 +400,3 @@ def remove_folders(ended: Claim) -> None:
     for folder in ended.folders:
         remove_tree(Path(folder))
     ended.release()
-
-
-def _stdin(command: Command) -> bytes | None:
-    return None if command.stdin is None else command.stdin.encode(errors="backslashreplace")

@@ -1,7 +1,7 @@
 """One running command of a local sandbox, directly on this machine; `bubblewrap` has the other kind.
 
-Owns how it is started, waited for and ended. Its environment, limits and output are `local_box`'s and
-`job_supervisor`'s, which call it.
+Owns how it is started, waited for and ended. Its environment and limits are `local_launch`'s, its output and its
+time `local_commands`'; of a job, output and time are `job_supervisor`'s, which calls it too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The limits of a local sandbox: those that the kernel holds for each process, and those that are looked at.
 
 Needs no right on control groups: memory and processes of the whole sandbox are counted, so a short burst can pass a
-limit. `local_box` is the only caller.
+limit. `local_launch` puts the first kind before each command, `local_box` keeps the watch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share: the real Docker engine, an image to make containers from, and real Harbor.
+"""Fixtures that several rooms share: a run's store, the real Docker engine, an image for containers, real Harbor.
 
 The engine is $DOCKER_HOST, else Docker's own socket; `.ci/docker-engine start` starts one where there is none.
 """
@@ -9,13 +9,29 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from harness_trainer.rollouts.store import RolloutStore
 
 IMAGES = ("python:3.12-slim", "ht-base:bookworm", "python:3.12", "python:3.11-slim", "python:3-slim")
 HINT = 'eval "$(.ci/docker-engine start)" starts one'
 HARBOR_HINT = "make setup-harbor, or set HARNESS_TRAINER_HARBOR_PYTHON to a Python 3.12 that has it"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RolloutStore]:
+    """The store of a run, in `tmp_path`, once the first policy is published: rollouts may begin."""
+    from harness_trainer.rollouts.store import RolloutStore
+
+    store = RolloutStore(tmp_path / "store.sqlite")
+    store.publish(1)
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from capture_proxy.intercept.environment import agent_env, public_roots
 from capture_proxy.intercept.providers import DEFAULT_PROVIDERS, Provider, parse_allowed
 
 PYTHON_VARIABLE = "CAPTURE_PROXY_INTERCEPT_PYTHON"
-_ADDON = Path(__file__).with_name("addon.py")
+_ADDON = Path(__file__).with_name("addon")  # a folder that Python runs as a program
 _CA = "mitmproxy-ca-cert.pem"
 _CA_KEYS = ("mitmproxy-ca.pem", "mitmproxy-ca.p12")
 _STOP_GRACE_S = 3.0

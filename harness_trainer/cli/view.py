@@ -97,13 +97,13 @@ def _serve(run: RunDir, sock: socket.socket, options: argparse.Namespace) -> Non
     import uvicorn
 
     from harness_trainer.view.app import make_app
-    from harness_trainer.view.guard import Guard
+    from harness_trainer.view.guard import Guard, is_address
 
     bound, port = sock.getsockname()[:2]
     is_loopback = ipaddress.ip_address(bound).is_loopback
     token = None if is_loopback else secrets.token_urlsafe(24)
     names = [*options.allow_host, *([] if is_loopback else [socket.gethostname()])]
-    names += [] if _is_address(options.host) else [options.host]
+    names += [] if is_address(options.host) else [options.host]
     config = uvicorn.Config(
         Guard(make_app(run), names=names, token=token),
         log_level="critical",  # the app tells of its own faults; uvicorn would of every request that Ctrl-C cuts
@@ -129,11 +129,3 @@ def address_of(bound: str, port: int, token: str | None) -> str:
         ip = ipaddress.ip_address("127.0.0.1" if ip.version == 4 else "::1")
     host = f"[{ip}]" if ip.version == 6 else str(ip)
     return f"http://{host}:{port}/" + ("" if token is None else f"?token={token}")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -64,16 +64,22 @@ def prepare_model(spec: str, cache_dir: Path, *, progress: Progress = print) -> 
     return describe_model(_download_from_hub(spec, cache_dir, progress), spec)
 
 
+def model_config(folder: Path) -> dict[str, Any]:
+    """The settings in a model folder's config.json. Raises ConfigError when it is no model folder."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has no config.json, so it is no model folder; give the folder that has") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{folder / 'config.json'} is not a JSON object; give a model folder")
+    return config
+
+
 def describe_model(path: Path, model_id: str) -> ModelInfo:
     """Read a model folder's config. Raises ConfigError when it is no model folder."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} has no config.json, so it is no model folder; give the folder that has") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / 'config.json'} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path / 'config.json'} is not a JSON object; give a model folder")
+    config = model_config(path)
     names = checkpoint_shapes(path)
     if not names:
         raise ConfigError(f"{path} has no readable *.safetensors weights; convert the model to safetensors first")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from harness_trainer.environments.config import ClassTarget
 from harness_trainer.environments.reward_settings import RewardTargets, RewardWeights
 
 
@@ -19,7 +20,7 @@ class EnvironmentClassConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["class"] = "class"
-    target: str = Field(
+    target: ClassTarget = Field(
         "",
         validate_default=True,
         description="the class, or a dict of classes by name: file.py:Name or package.module:Name",
@@ -57,10 +58,3 @@ class EnvironmentClassConfig(BaseModel):
         if self.reward_scope == "group" and self.instances == "reused":
             raise ValueError("reward_scope group keeps each instance for its group: it goes with instances fresh only")
         return self
-
-    @field_validator("target")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        if not value.rpartition(":")[0]:
-            raise ValueError("write file.py:Name or package.module:Name")
-        return value

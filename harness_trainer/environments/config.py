@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -57,6 +57,15 @@ class OpenEnvHarborConfig(BaseModel):
         )
 
 
+def _class_target(value: str) -> str:
+    if not value.rpartition(":")[0]:
+        raise ValueError("write file.py:Name or package.module:Name")
+    return value
+
+
+ClassTarget: TypeAlias = Annotated[str, AfterValidator(_class_target)]  # a person's own class, by name
+
+
 class OwnLoopConfig(BaseModel):
     """A person's own loop: a class with `run(self, task, model)`; `loops.own_loop` says what it may do.
 
@@ -66,12 +75,5 @@ class OwnLoopConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["loop"] = "loop"
-    target: str = Field("", validate_default=True, description="the class: file.py:Name or package.module:Name")
+    target: ClassTarget = Field("", validate_default=True, description="the class: file.py:Name or package.module:Name")
     name: str | None = Field(None, description="what metrics call it; null = the class's name")
-
-    @field_validator("target")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        if not value.rpartition(":")[0]:
-            raise ValueError("write file.py:Name or package.module:Name")
-        return value

@@ -20,7 +20,7 @@ from harness_trainer.harnesses.base import PLACEHOLDERS, Harness, render, render
 from sandboxes.harbor import PYTHON_VARIABLE, SETUP
 
 PREFIX = "harbor:"
-WORKER = Path(__file__).with_name("harbor_worker.py")
+WORKER = Path(__file__).with_name("harbor_worker")  # a folder that Python runs as a program
 _TRY_S = 180.0  # Harbor is a large program to import, on a busy machine
 # What an agent is told to leave alone when nobody says otherwise: recordings need a program and the network, summaries
 # rewrite what is trained.
@@ -54,7 +54,7 @@ def harbor_harness(spec: str, like: Harness | None) -> Harness:
 
 
 def order_for(harness: Harness, values: Mapping[str, str | int]) -> dict[str, Any]:
-    """What Harbor is told of the agent, placeholders filled in; `harbor_worker.Order` names the fields."""
+    """What Harbor is told of the agent, placeholders filled in; `harbor_worker.agent.Order` names the fields."""
     harbor = harness.harbor
     if harbor is None:
         raise ValueError(f"harness {harness.name} is not Harbor's")

@@ -16,7 +16,7 @@ import traceback
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -33,7 +33,16 @@ from harness_trainer.rundir import append_line, filesystem_errors, write_atomica
 
 if TYPE_CHECKING:
     from harness_trainer.learner.ranks import Ranks
-    from harness_trainer.learner.train import StepReport
+    from harness_trainer.learner.train import StepReport, WeightTransfer
+
+    class Transfer(WeightTransfer, Protocol):
+        """Any that `transfers` makes."""
+
+        @property
+        def last_timings(self) -> dict[str, float]: ...
+
+        def compare_next(self) -> None: ...
+
 
 LEARNER_ERROR = "learner_error"  # run-state key that holds the one line a person should read
 
@@ -99,59 +108,27 @@ def _presence(spec: LearnerSpec, store: RolloutStore) -> EnginePresence | Replic
 
 
 def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Replicas, ranks: Ranks) -> None:
-    from harness_trainer.learner.checkpoints import last_checkpoint, read_state
-    from harness_trainer.learner.continuing import announce, settle, used_up
-    from harness_trainer.learner.engine_calls import engine_version
+    from harness_trainer.learner.continuing import used_up
     from harness_trainer.learner.measuring import EngineWatch, Meter
-    from harness_trainer.learner.trackers import go_on
     from harness_trainer.learner.train import run_learner
-    from harness_trainer.learner.transfers import make_replicated, make_transfer
-    from harness_trainer.learner.weight_transfer import remove_unsent
 
-    resume_from = last_checkpoint(spec.checkpoints)
-    state = None if resume_from is None else read_state(resume_from)
-    _forget_steps_after(spec.metrics, 0 if state is None else state.step)
-    settle(store, state)
-    folder, after_step = spec.metrics.parent, 0 if state is None else state.step
-    run_name = go_on(spec.config.report_to, store, folder, after_step=after_step)
-    for folder in filter(None, (spec.transfer_dir, spec.keep_weights)):
-        remove_unsent(folder)  # of a learner that was killed while it sent them
-    engine_url = engine.reach()
-    store.set_state(ENGINE_VERSION, engine_version(engine_url))
-    make = (
-        partial(make_replicated, spec.config, engine)
-        if isinstance(engine, Replicas)
-        else partial(make_transfer, spec.config, engine_url)
-    )
-    transfer = make(
-        directory=spec.transfer_dir,
-        keep_weights=spec.keep_weights,
-        announce=lambda version: announce(store, version),
-    )
+    resume_from, run_name = _go_on(spec, store)
+    transfer = _transfer(spec, store, engine)
     # On demand: `kill -USR1` has the next update compared with the engine's weights.
     signal.signal(signal.SIGUSR1, lambda *_: transfer.compare_next())
-
-    def alive() -> str | None:
-        return store.state(RUNNER_ERROR) or None
-
-    def on_step(report: StepReport) -> None:
-        line = json.dumps({**asdict(report), **_rollout_facts(store, report)})
-        with filesystem_errors(spec.metrics.parent):
-            append_line(spec.metrics, line)  # on the disk before the step's checkpoint is
-
     run_learner(
         spec.config,
         model_path=spec.model_path,
         output_dir=spec.checkpoints,
         group_source=StoreGroupSource(
             spec.store,
-            alive=alive,
+            alive=lambda: store.state(RUNNER_ERROR) or None,
             starved_after_s=spec.starved_after_s,
             evaluate_every=spec.evaluate_every,
             engine_number=lambda: engine.numbers,
         ),
         weight_transfer=transfer,
-        on_step=on_step,
+        on_step=lambda report: _write_down(spec.metrics, store, report),
         resume_from=resume_from,
         base_version=used_up(store),
         temperature=spec.temperature,
@@ -165,6 +142,49 @@ def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Repl
         engine=engine,
         ranks=ranks,
     )
+
+
+def _go_on(spec: LearnerSpec, store: RolloutStore) -> tuple[Path | None, str]:
+    """Set right what an earlier life left; the checkpoint to go on from (None = none), the run's name for trackers."""
+    from harness_trainer.learner.checkpoints import last_checkpoint, read_state
+    from harness_trainer.learner.continuing import settle
+    from harness_trainer.learner.trackers import go_on
+    from harness_trainer.learner.weight_transfer import remove_unsent
+
+    resume_from = last_checkpoint(spec.checkpoints)
+    state = None if resume_from is None else read_state(resume_from)
+    after_step = 0 if state is None else state.step
+    _forget_steps_after(spec.metrics, after_step)
+    settle(store, state)
+    run_name = go_on(spec.config.report_to, store, spec.metrics.parent, after_step=after_step)
+    for folder in filter(None, (spec.transfer_dir, spec.keep_weights)):
+        remove_unsent(folder)  # of a learner that was killed while it sent them
+    return resume_from, run_name
+
+
+def _transfer(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Replicas) -> Transfer:
+    """Wait for the engine, or for a replica of it, and make the way that weights take there."""
+    from harness_trainer.learner.continuing import announce
+    from harness_trainer.learner.engine_calls import engine_version
+    from harness_trainer.learner.transfers import make_replicated, make_transfer
+
+    engine_url = engine.reach()
+    store.set_state(ENGINE_VERSION, engine_version(engine_url))
+    make = (
+        partial(make_replicated, spec.config, engine)
+        if isinstance(engine, Replicas)
+        else partial(make_transfer, spec.config, engine_url)
+    )
+    return make(
+        directory=spec.transfer_dir, keep_weights=spec.keep_weights, announce=lambda version: announce(store, version)
+    )
+
+
+def _write_down(metrics: Path, store: RolloutStore, report: StepReport) -> None:
+    """The step's line, on the disk before the step's checkpoint is."""
+    line = json.dumps({**asdict(report), **_rollout_facts(store, report)})
+    with filesystem_errors(metrics.parent):
+        append_line(metrics, line)
 
 
 def _rollout_facts(store: RolloutStore, report: StepReport) -> dict[str, Any]:

@@ -138,19 +138,7 @@ def run_learner(
     )
     feeder = GroupFeeder(group_source, options)
     trainer = _trainer(config, model_path, output_dir, temperature, ranks, state, feeder, weight_transfer)
-    if ranks.size > 1:
-
-        def while_waiting() -> None:
-            ranks.keep_waiting()
-            if engine is not None:  # weights that are spread over processes are gathered at the end of a step only
-                engine.require()
-
-        feeder.while_waiting = while_waiting
-    elif engine is not None and isinstance(config.weight_sync, NcclSync):
-        feeder.while_waiting = engine.require  # a group whose other side is dead is left only with the process
-    elif engine is not None:
-        trainer.engine = engine
-        feeder.while_waiting = trainer.send_again_if_lost
+    _follow_engine(trainer, feeder, engine, by_nccl=isinstance(config.weight_sync, NcclSync))
     if ranks.size == 1:  # in several processes all would have to know of it at the same moment
         _save_on_request(trainer, feeder, output_dir)
     trainer.args.run_name = run_name or trainer.args.run_name
@@ -196,6 +184,24 @@ def _trainer(
         # TRL drops it on all processes but the main one; without any it would ask an engine of its own choice.
         weight_transfer=weight_transfer or object(),
     )
+
+
+def _follow_engine(trainer: HarnessGRPOTrainer, feeder: GroupFeeder, engine: Presence | None, *, by_nccl: bool) -> None:
+    """Between two looks for a group: tell the other processes to wait on, and see to an engine that has died."""
+    ranks = trainer.ranks
+    if ranks.size > 1:
+
+        def while_waiting() -> None:
+            ranks.keep_waiting()
+            if engine is not None:  # weights that are spread over processes are gathered at the end of a step only
+                engine.require()
+
+        feeder.while_waiting = while_waiting
+    elif engine is not None and by_nccl:
+        feeder.while_waiting = engine.require  # a group whose other side is dead is left only with the process
+    elif engine is not None:
+        trainer.engine = engine
+        feeder.while_waiting = trainer.send_again_if_lost
 
 
 def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: float) -> Any:

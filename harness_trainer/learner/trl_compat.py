@@ -30,6 +30,7 @@ from harness_trainer.learner.objective import ObjectiveLoss, objective
 from harness_trainer.learner.objective_config import ObjectiveConfig
 from harness_trainer.learner.packed_loss import Reference, score, sum_spread_rollouts, terms_of
 from harness_trainer.learner.ranks import Ranks, shard_on_cpu_too
+from harness_trainer.learner.sent_weights import manifest, with_tied_head
 from harness_trainer.learner.sharded_state import SameCheckpoints, whole
 from harness_trainer.learner.shares import share_out
 from harness_trainer.learner.step_batch import StepBatch
@@ -146,11 +147,12 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
         self.model_version = harness_state.policy_version
         use_attention_that_runs_here()
         self._lora_sync = adapter_sync
+        trained = self.accelerator.unwrap_model(self.model)
         if isinstance(self.weight_transfer, NcclWeightTransfer):
-            self.weight_transfer.describe(self._manifest())
+            named = trl_module._iter_vllm_named_params(trained)
+            self.weight_transfer.describe(manifest(with_tied_head(trained, named)))
         self._reference: Reference | None = None
         if objective.kl_coef:
-            trained = self.accelerator.unwrap_model(self.model)
             self._reference = Reference(trained, lambda: self._copy_of_the_start(model))
 
     def _copy_of_the_start(self, path: str) -> Any:
@@ -339,35 +341,9 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
         return t0, t0, written
 
     def _streaming_iter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, and a tied output head by its own name too: an engine may keep a packed copy of it."""
-        names = set()
-        for name, tensor in super()._streaming_iter():
-            names.add(name)
-            yield name, tensor
-        head = self._tied_head()
-        if head is not None and head[0] not in names:
-            yield head[0], whole(head[1].detach()).to(self.accelerator.device)
-
-    def _manifest(self) -> Manifest:
-        """What `_streaming_iter` will yield, without gathering any of it."""
-        named = dict(trl_module._iter_vllm_named_params(self.accelerator.unwrap_model(self.model)))
-        head = self._tied_head()
-        if head is not None:
-            named.setdefault(*head)
-        return {
-            "names": list(named),
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()],
-            "shapes": [list(tensor.shape) for tensor in named.values()],
-        }
-
-    def _tied_head(self) -> tuple[str, torch.Tensor] | None:
-        """Name and weight of an output head that shares the embedding's; None = it has weights of its own, or none."""
-        model = self.accelerator.unwrap_model(self.model)
-        head = model.get_output_embeddings()
-        if head is None or not model.config.get_text_config().tie_word_embeddings:
-            return None
-        name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-        return name.removeprefix("base_model.model."), head.weight
+        """Every parameter, and a tied output head, each gathered when its turn comes."""
+        named = with_tied_head(self.accelerator.unwrap_model(self.model), super()._streaming_iter())
+        return ((name, whole(tensor.detach()).to(self.accelerator.device)) for name, tensor in named)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.feeder is None:
@@ -447,8 +423,4 @@ def _without_cuda() -> None:
         trl_module.get_peak_flops_per_device = get_peak_flops_per_device
     # Off Triton TRL projects every position through the output head, trained or not, to keep shapes static for
     # compilers. Eager mode has no such need, and in agents' rows most positions are not trained.
-    trl_utils._use_triton = _always
-
-
-def _always(device: torch.device) -> bool:
-    return True
+    trl_utils._use_triton = lambda device: True

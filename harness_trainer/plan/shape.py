@@ -7,14 +7,13 @@ what the file itself says is known, and the rest is None. Called by `plan`; impo
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness_trainer.engine.prepare import checkpoint_shapes
+from harness_trainer.engine.prepare import checkpoint_shapes, model_config
 from harness_trainer.errors import ConfigError, SetupError
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -86,14 +85,9 @@ def read_shape(model: str) -> ModelShape:
 
 
 def _raw(folder: Path) -> dict[str, Any]:
-    try:
-        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} has no config.json, so it is no model folder; give the folder that has") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from None
-    if not isinstance(data, dict) or not data:
-        raise ConfigError(f"{folder / 'config.json'} is not a JSON object with settings; give a model folder")
+    data = model_config(folder)
+    if not data:
+        raise ConfigError(f"{folder / 'config.json'} has no settings in it; give a model folder")
     return data
 
 

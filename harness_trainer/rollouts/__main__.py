@@ -29,7 +29,7 @@ from harness_trainer.rollouts.config import GATEWAY_PATIENCE_S, RunnerSpec
 from harness_trainer.rollouts.harbor_server import open_server
 from harness_trainer.rollouts.model_side import ModelSide, open_model_side
 from harness_trainer.rollouts.runner import Runner, TakeOver
-from harness_trainer.rollouts.sealing import Seal, close_lost, seal
+from harness_trainer.rollouts.sealing import Seal, close_lost, seal, seal_removed
 from harness_trainer.rollouts.sources import OpenSource, Sources, naming
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job
@@ -49,14 +49,19 @@ async def _main(spec: RunnerSpec, store: RolloutStore) -> None:
     async with AsyncExitStack() as stack:
         sources, take_over = await _opened(stack, spec, store, os.environ["CAPTURE_PROXY_ADMIN_KEY"])
         runner = Runner(
-            spec.config, sources, store, schedule=spec, num_evaluated=spec.num_evaluated, take_over=take_over
+            spec.config,
+            sources,
+            store,
+            schedule=spec,
+            num_evaluated=spec.num_evaluated,
+            take_over=partial(_settled, take_over, spec),
         )
         await runner.run()
 
 
 async def _opened(
     stack: AsyncExitStack, spec: RunnerSpec, store: RolloutStore, admin_key: str
-) -> tuple[Sources, TakeOver | None]:
+) -> tuple[Sources, TakeOver]:
     """Every source of the run, in the order of its settings, and who takes over from a killed runner."""
     white_box = [source for source in spec.each_source() if isinstance(source.env, WHITE_BOX)]
     own = [source for source in spec.each_source() if source.env.type == "own"]
@@ -92,6 +97,13 @@ async def _opened(
         seals: list[Seal] = [partial(seal, admin) for admin in admins]
         return Sources(in_order), partial(close_lost, store, seals if model_side is None else [*seals, model_side.seal])
     return Sources(in_order, plan=agents.plan), lambda: _take_over(agents.take_over, store, model_side)
+
+
+async def _settled(take_over: TakeOver, spec: RunnerSpec) -> Sequence[Job]:
+    """What goes on of a killed runner; all else of it is closed, at replicas too that the run has no more."""
+    jobs = await take_over()
+    await seal_removed(spec.store, 1 + len(spec.replicas))
+    return jobs
 
 
 async def _take_over(agents: TakeOver, store: RolloutStore, model_side: ModelSide | None) -> Sequence[Job]:

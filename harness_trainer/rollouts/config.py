@@ -110,6 +110,8 @@ class RolloutConfig(BaseModel):
             raise ValueError("reward_weights weigh the verifier's rewards, and `reward` replaces them: give only one")
         if not all(math.isfinite(weight) for weight in self.reward_weights.values()):
             raise ValueError("reward_weights must be finite numbers")
+        if why_not := self.ray.refusal(self.executor):
+            raise ValueError(why_not)
         return self
 
 

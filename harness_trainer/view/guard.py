@@ -78,7 +78,7 @@ class Guard:
 
     def _is_known(self, host: str) -> bool:
         name = _without_port(host.strip().lower()).rstrip(".")
-        return name in self._names or name.endswith(".localhost") or _is_address(name)
+        return name in self._names or name.endswith(".localhost") or is_address(name)
 
     def _ask(self, scope: Scope, headers: Headers, host: str, token: str) -> Response | None:
         """None = the token was shown. In an address it is taken into a cookie, so that it stays in no link."""
@@ -125,7 +125,8 @@ def _without_port(host: str) -> str:
     return host.partition(":")[0]
 
 
-def _is_address(name: str) -> bool:
+def is_address(name: str) -> bool:
+    """Of an IPv4 or IPv6 address; anything else is a name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

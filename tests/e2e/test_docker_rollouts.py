@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-import os
 import shutil
 import signal
-import sys
 import uuid
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,17 +13,18 @@ from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from harness_trainer.cache import cache_dir
 from harness_trainer.harnesses import load_harness
 from harness_trainer.harnesses.install import ensure_installed
-from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.rollout import run_rollout
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, Outcome
-from sandboxes.base import Access, BoxSpec, Endpoint, Network, NetworkMode
+from sandboxes.base import BoxSpec, Network, NetworkMode
 from sandboxes.docker import DockerConfig
 from sandboxes.lifecycle import reap
 from sandboxes.local import LocalConfig
-from tests.capture.serving import KEY, served, until
+from tests.capture.serving import served, until
 from tests.intercept.intercepting import needs_mitmproxy
-from tests.rollouts.rolling import CALL, VERIFY, roll, rolling, shell_agent, task
+from tests.rollouts.rolling import CALL, VERIFY, roll, rolling, runner_spec, shell_agent, task
+from tests.rollouts.runner_process import RunnerProcess
 
 
 @pytest.fixture
@@ -187,28 +185,6 @@ output: {type: text}
 """
 
 
-class RunnerProcess:
-    """`python -m harness_trainer.rollouts` on a spec file; started and ended by the test."""
-
-    def __init__(self, spec: Path, log: Path) -> None:
-        self._spec, self._log = spec, log
-
-    async def start(self) -> None:
-        env = {**os.environ, "CAPTURE_PROXY_ADMIN_KEY": KEY}
-        argv = [sys.executable, "-m", "harness_trainer.rollouts", "--spec", str(self._spec)]
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(*argv, env=env, stdout=log, stderr=log)
-
-    async def end(self, signum: int) -> int:
-        if self._process.returncode is None:
-            self._process.send_signal(signum)
-        return await asyncio.wait_for(self._process.wait(), 60)
-
-    def check(self) -> bool:
-        assert self._process.returncode is None, self._log.read_text()[-3000:]
-        return False
-
-
 @pytest.mark.parametrize("kind", ["local", "docker"])
 async def test_a_runner_that_is_killed_in_the_middle_leaves_nothing_and_its_groups_are_finished_by_the_next(
     tmp_path, request, kind, run_id
@@ -224,20 +200,15 @@ async def test_a_runner_that_is_killed_in_the_middle_leaves_nothing_and_its_grou
     )
     registry = tmp_path / "owned"
     async with served(ScriptedEngine("the moon"), tmp_path / "store.sqlite") as gateway:
-        spec = RunnerSpec(
+        spec = runner_spec(
+            tmp_path,
+            gateway,
             config=RolloutConfig(group_size=3, max_concurrent=2, timeout_s=60),
             sandbox=sandbox,
             tasks=str(tmp_path / "tasks.jsonl"),
             harness=str(tmp_path / "slow.yaml"),
-            harness_bin=Path("/usr/bin"),
-            store=tmp_path / "store.sqlite",
-            artifacts=tmp_path / "artifacts",
             registry=registry,
             run_id=run_id,
-            model="scripted",
-            context=8192,
-            access=Access(gateway=Endpoint(url=gateway.agent_url)),
-            admin_url=gateway.admin_url,
             max_open_groups=2,
             num_groups=2,
         )
@@ -246,15 +217,15 @@ async def test_a_runner_that_is_killed_in_the_middle_leaves_nothing_and_its_grou
         store.set_state("policy_version", "1")
         runner = RunnerProcess(tmp_path / "runner.json", tmp_path / "runner.log")
         await runner.start()
-        await until(lambda: (store.outcome_counts().get("running", 0) == 2 and left()) or runner.check(), timeout_s=60)
-        await until(lambda: store.outcome_counts().get("ok", 0) >= 1 or runner.check(), timeout_s=60)
+        await runner.until(lambda: store.outcome_counts().get("running", 0) == 2 and left())
+        await runner.until(lambda: store.outcome_counts().get("ok", 0) >= 1)
         await runner.end(signal.SIGKILL)
         assert left() != []
         problems = [item.problem for item in await asyncio.to_thread(reap, registry) if item.problem]
         assert (problems, left(), list(registry.glob("*.json"))) == ([], [], [])
 
         await runner.start()
-        await until(lambda: store.group_counts().get("ready", 0) == 2 or runner.check(), timeout_s=120)
+        await runner.until(lambda: store.group_counts().get("ready", 0) == 2, timeout_s=120)
         assert await runner.end(signal.SIGTERM) == 0
         rewards = [result.reward for group in (0, 1) for result in store.results(group)]
         store.close()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from harness_trainer.errors import SetupError
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.store import RolloutStore
 from tests.engine.tiny_model import make_tiny_model
+from tests.http_serving import in_thread
 from tests.rollouts.rolling import CALL, VERIFY
 
 
@@ -68,18 +69,12 @@ def serving(engine: TextEngine):
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    engine.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield engine
-    finally:
-        engine.stalled.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with in_thread(Handler) as port:
+        engine.url = f"http://127.0.0.1:{port}"
+        try:
+            yield engine
+        finally:
+            engine.stalled.set()
 
 
 STOP = {"finish_reason": "stop"}

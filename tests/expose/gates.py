@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 from capture_proxy.errors import UnknownSession
+from tests.http_serving import in_thread
 
 BODY = str(UnknownSession("no session has this API key")).encode()
 
@@ -40,13 +40,6 @@ def gate(status: int = 401, body: bytes = BODY) -> Iterator[Gate]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    it.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with in_thread(Handler) as port:
+        it.port = port
         yield it
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

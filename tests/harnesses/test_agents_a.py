@@ -2,24 +2,21 @@
 
 import json
 import os
-import shutil
 import tomllib
 import uuid
 
 import pytest
+from real_agents import COMMAND, LAST_WORDS, installed, needs_npm, writes_a_file
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
-from harness_trainer.cache import cache_dir
-from harness_trainer.errors import SetupError
 from harness_trainer.harnesses import load_harness
 from harness_trainer.harnesses.base import PLACEHOLDERS, render, render_env, render_files
-from harness_trainer.harnesses.install import ensure_installed
 from harness_trainer.harnesses.reading import AgentReport, read_report
 from harness_trainer.rollouts.types import Outcome
 from sandboxes import bubblewrap
 from sandboxes.docker import DockerConfig
 from tests.intercept.intercepting import needs_mitmproxy
-from tests.rollouts.rolling import roll, task
+from tests.rollouts.rolling import roll
 
 VALUES = {name: f"<{name}>" for name in PLACEHOLDERS} | {"context": 4096, "max_tokens": 64, "max_turns": 3}
 
@@ -212,8 +209,6 @@ def test_an_agent_that_says_nothing_is_unknown_and_not_without_tool_calls(name):
 
 # --- real rollouts ------------------------------------------------------------------------------------------------
 
-COMMAND = "printf moon > answer.txt"
-FIRST_WORDS, LAST_WORDS = "\nI will write\u2028 it.\n\n", "The moon\nis written."
 OPENCODE = ("bash", {"command": COMMAND, "description": "Writes"})
 CALLS = {
     "claude-code": ("Bash", {"command": COMMAND, "description": "Writes"}),
@@ -225,41 +220,17 @@ CALLS = {
     "opencode-gemini": OPENCODE,
 }
 IN_CI = ("claude-code", "codex", "gemini-cli")
-needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not on PATH, no agent can be installed")
 all_agents = pytest.mark.skipif(
     not os.environ.get("HARNESS_TRAINER_ALL_AGENTS"),
     reason="a minute more: set HARNESS_TRAINER_ALL_AGENTS=1 to run every agent everywhere",
 )
 
 
-async def writes_a_file(name, tmp_path, **settings):
-    """The agent runs one command and says its last word; gives its rollout and what it said on its output."""
-    harness = load_harness(name)
-    try:
-        programs = ensure_installed(harness, cache_dir(), print)
-    except SetupError as error:
-        pytest.skip(str(error))
-
-    def script(request):
-        if any(message["role"] == "tool" for message in request.messages):
-            return Reply(["The moon\n", "is written."])
-        return Reply(FIRST_WORDS, tool_calls=[CALLS[name]])
-
-    engine = ScriptedEngine(script, version="v2")
-    job_task = task(tmp_path, agent_timeout_s=120.0)
-    result = await roll(tmp_path, engine, harness, harness_bin=programs, job_task=job_task, timeout_s=120, **settings)
-    out = (tmp_path / "artifacts" / "g0-0-a" / "agent.stdout.log").read_text()
-    assert (result.outcome, result.reward) == (Outcome.OK, 1.0), (result.detail, result.findings, out[-2000:])
-    assert (result.num_turns, result.num_trainable_turns, result.num_side_turns) == (2, 2, 0), result.findings
-    assert len(result.trace["turns"]) == 1, "both turns are one row"
-    return result, read_report(harness, out, 0), engine
-
-
 @needs_npm
 @pytest.mark.real_agent
 @pytest.mark.parametrize("name", [name if name in IN_CI else pytest.param(name, marks=all_agents) for name in CALLS])
 async def test_a_real_agent_writes_a_file_and_tells_what_it_did(name, tmp_path):
-    _, report, engine = await writes_a_file(name, tmp_path)
+    report, engine = await writes_a_file(load_harness(name), CALLS[name], tmp_path)
     assert report.final_message == LAST_WORDS
     assert sum(report.tool_calls.values()) == 1
     assert (report.failure, report.limit) == (None, None)
@@ -284,7 +255,8 @@ async def test_a_real_agent_writes_a_file_and_tells_what_it_did(name, tmp_path):
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_real_agent_works_in_a_container_that_has_no_node(name, tmp_path, docker_engine, docker_base_image):
     config = DockerConfig(host=docker_engine, image=docker_base_image, relay_base=docker_base_image)
-    await writes_a_file(name, tmp_path, sandbox=config, run_id=f"test-{uuid.uuid4().hex[:12]}")
+    run_id = f"test-{uuid.uuid4().hex[:12]}"
+    await writes_a_file(load_harness(name), CALLS[name], tmp_path, sandbox=config, run_id=run_id)
 
 
 @needs_npm
@@ -294,7 +266,7 @@ async def test_a_real_agent_works_in_a_container_that_has_no_node(name, tmp_path
 @pytest.mark.skipif(bubblewrap.find().problem is not None, reason="bubblewrap keeps the agent to the proxy")
 @pytest.mark.parametrize("name", ["codex", "gemini-cli", "qwen-code", "claude-code"])
 async def test_a_real_agent_that_knows_only_its_provider_is_led_to_the_gateway(name, tmp_path):
-    _, report, _ = await writes_a_file(name, tmp_path, entry="intercept")
+    report, _ = await writes_a_file(load_harness(name), CALLS[name], tmp_path, entry="intercept")
     assert report.final_message == LAST_WORDS
 
 
@@ -305,6 +277,5 @@ async def test_a_real_agent_that_knows_only_its_provider_is_led_to_the_gateway(n
 async def test_a_real_agent_that_goes_on_for_ever_is_truncated(name, tmp_path):
     harness = load_harness(name)
     engine = ScriptedEngine([Reply("More.", tool_calls=[(CALLS[name][0], CALLS[name][1])])])
-    programs = ensure_installed(harness, cache_dir(), print)
-    result = await roll(tmp_path, engine, harness, harness_bin=programs, timeout_s=120, max_turns=2)
+    result = await roll(tmp_path, engine, harness, harness_bin=installed(harness), timeout_s=120, max_turns=2)
     assert (result.outcome, result.num_turns) == (Outcome.TRUNCATED, 2), result.detail

@@ -2,15 +2,13 @@
 
 import json
 import os
-import shutil
 import uuid
 
 import pytest
 import yaml
+from real_agents import COMMAND, FIRST_WORDS, LAST_WORDS, installed, needs_npm, writes_a_file
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
-from harness_trainer.cache import cache_dir
-from harness_trainer.errors import SetupError
 from harness_trainer.harnesses import load_harness
 from harness_trainer.harnesses.base import PLACEHOLDERS, NpmInstall, render, render_env, render_files
 from harness_trainer.harnesses.entry import entered
@@ -19,11 +17,9 @@ from harness_trainer.harnesses.reading import AgentReport, read_report
 from harness_trainer.rollouts.types import Outcome
 from sandboxes.docker import DockerConfig
 from tests.intercept.intercepting import needs_mitmproxy
-from tests.rollouts.rolling import roll, task
+from tests.rollouts.rolling import roll
 
 VALUES = {name: f"<{name}>" for name in PLACEHOLDERS} | {"context": 4096, "max_tokens": 64, "max_turns": 3}
-COMMAND = "printf moon > answer.txt"
-FIRST_WORDS, LAST_WORDS = "\nI will write\u2028 it.\n\n", "The moon\nis written."
 CALLS = {
     "pi": ("bash", {"command": COMMAND}),
     "kimi-code": ("Bash", {"command": COMMAND}),
@@ -33,7 +29,6 @@ CALLS = {
     "nanocoder": ("execute_bash", {"command": COMMAND}),
     "grok-cli": ("bash", {"command": COMMAND}),
 }
-needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not on PATH, no agent can be installed")
 NODE = [name for name in CALLS if name != "cline"]
 
 
@@ -245,39 +240,18 @@ all_agents = pytest.mark.skipif(
 AGENTS = [name if name == "pi" else pytest.param(name, marks=all_agents) for name in CALLS]
 
 
-def installed(harness):
-    try:
-        return ensure_installed(harness, cache_dir(), print)
-    except SetupError as error:
-        pytest.skip(str(error))
-
-
-async def writes_a_file(name, tmp_path, *, harness=None, **settings):
-    """The agent runs one command and says its last word; gives what it said on its output, and the engine."""
-    harness = harness or load_harness(name)
-    programs = installed(harness)
-
-    def script(request):
-        if any(message["role"] == "tool" for message in request.messages):
-            return Reply(["The moon\n", "is written."])
-        return Reply(FIRST_WORDS, tool_calls=[CALLS[name]])
-
-    engine = ScriptedEngine(script, version="v2")
-    job_task = task(tmp_path, agent_timeout_s=120.0)
-    result = await roll(tmp_path, engine, harness, harness_bin=programs, job_task=job_task, timeout_s=120, **settings)
-    out = (tmp_path / "artifacts" / "g0-0-a" / "agent.stdout.log").read_text()
-    assert (result.outcome, result.reward) == (Outcome.OK, 1.0), (result.detail, result.findings, out[-2000:])
-    assert (result.num_turns, result.num_trainable_turns, result.num_side_turns) == (2, 2, 0), result.findings
-    assert len(result.trace["turns"]) == 1, "both turns are one row"
+async def works(name, tmp_path, *, harness=None, **settings):
+    """It writes the file, and is shown its own first words to the letter in its second turn."""
+    report, engine = await writes_a_file(harness or load_harness(name), CALLS[name], tmp_path, **settings)
     assert FIRST_WORDS in [message.get("content") for message in engine.requests[1].messages]
-    return read_report(harness, out, 0), engine
+    return report, engine
 
 
 @needs_npm
 @pytest.mark.real_agent
 @pytest.mark.parametrize("name", AGENTS)
 async def test_a_real_agent_writes_a_file_and_tells_what_it_did(name, tmp_path):
-    report, engine = await writes_a_file(name, tmp_path)
+    report, engine = await works(name, tmp_path)
     assert report.final_message == (None if name in FINAL_UNKNOWN else LAST_WORDS)
     assert report.tool_calls == (None if name in TOOLS_UNKNOWN else {CALLS[name][0]: 1})
     assert (report.failure, report.limit) == (None, None)
@@ -289,7 +263,7 @@ async def test_a_real_agent_writes_a_file_and_tells_what_it_did(name, tmp_path):
 @pytest.mark.parametrize("name", AGENTS)
 async def test_a_real_agent_works_in_a_container_that_has_no_node(name, tmp_path, docker_engine, docker_base_image):
     config = DockerConfig(host=docker_engine, image=docker_base_image, relay_base=docker_base_image)
-    await writes_a_file(name, tmp_path, sandbox=config, run_id=f"test-{uuid.uuid4().hex[:12]}")
+    await works(name, tmp_path, sandbox=config, run_id=f"test-{uuid.uuid4().hex[:12]}")
 
 
 @needs_npm
@@ -298,7 +272,7 @@ async def test_a_real_agent_works_in_a_container_that_has_no_node(name, tmp_path
 @pytest.mark.real_agent
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_real_agent_works_without_a_base_url(name, tmp_path):
-    await writes_a_file(name, tmp_path, harness=entered(load_harness(name), "intercept"))
+    await works(name, tmp_path, harness=entered(load_harness(name), "intercept"))
 
 
 @needs_npm

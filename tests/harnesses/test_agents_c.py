@@ -3,16 +3,13 @@
 import os
 import uuid
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
+from real_agents import installed
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
-from harness_trainer.cache import cache_dir
-from harness_trainer.errors import SetupError
 from harness_trainer.harnesses import load_harness
 from harness_trainer.harnesses.base import Harness
-from harness_trainer.harnesses.install import ensure_installed
 from harness_trainer.harnesses.reading import read_report
 from harness_trainer.rollouts.types import Outcome
 from sandboxes.docker import DockerConfig
@@ -83,13 +80,6 @@ all_agents = pytest.mark.skipif(
     reason="half a minute and a large install more: set HARNESS_TRAINER_ALL_AGENTS=1 to run it",
 )
 AGENTS = [name if name == "mini-swe-agent" else pytest.param(name, marks=all_agents) for name in SCRIPTS]
-
-
-def installed(harness: Harness) -> Path:
-    try:
-        return ensure_installed(harness, cache_dir(), print)
-    except SetupError as error:
-        pytest.skip(str(error))
 
 
 async def rolled(name: str | Harness, tmp_path, replies, **settings):

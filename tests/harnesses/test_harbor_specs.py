@@ -117,17 +117,16 @@ CONNECTIONS = {
     "pi": ("openai/org/m", "http://box:2/v1", {"OPENAI_API_KEY": "TOKEN"}),
 }
 IN_HARBORS_PYTHON = """
-import importlib.util, json, pathlib, sys
-spec = importlib.util.spec_from_file_location("harbor_worker", sys.argv[1])
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
+import json, pathlib, sys
+sys.path.append(str(pathlib.Path(sys.argv[1]).parent))
+from harbor_worker.agent import agent_class, check, make_agent
 made = {}
 for name, order in json.loads(sys.argv[2]).items():
-    agent = worker.make_agent(worker.agent_class(order), order, pathlib.Path(sys.argv[4]))
+    agent = make_agent(agent_class(order), order, pathlib.Path(sys.argv[4]))
     connection = agent.model_connection
     assert connection.api_key == "TOKEN", name
     made[name] = [agent.model_name, connection.execution_base_url, dict(connection.env)]
-problems = {name: worker.check(order) for name, order in json.loads(sys.argv[3]).items()}
+problems = {name: check(order) for name, order in json.loads(sys.argv[3]).items()}
 print(json.dumps([made, problems]))
 """
 

@@ -85,11 +85,14 @@ def test_an_agents_variables_name_the_proxy_the_certificate_and_nothing_else() -
 
 
 def test_the_proxys_program_needs_only_mitmproxy_and_the_standard_library() -> None:
-    tree = ast.parse(Path(providers.__file__).with_name("addon.py").read_text())
+    folder = Path(providers.__file__).with_name("addon")
     roots = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            roots |= {alias.name.partition(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            roots.add((node.module or ".").partition(".")[0])
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.level != 1 or not node.module):
+                roots.add(f"{'.' * node.level}{(node.module or '').partition('.')[0]}")
+            elif isinstance(node, ast.ImportFrom):
+                assert (folder / f"{node.module}.py").is_file(), f"{file.name} imports .{node.module}"
     assert roots - set(sys.stdlib_module_names) == {"mitmproxy"}

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from tests.http_serving import in_thread
 from tests.jobs.standin_repos import Repos
 
 TOKEN, USER = "hf_standin_token", "me"
@@ -90,22 +91,16 @@ def serving(standin: Standin) -> Iterator[Standin]:
     class Handler(_Handler):
         hub = standin
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    standin.url = f"http://127.0.0.1:{server.server_address[1]}"
-    standin.repos.url = standin.url
-    standin.repos.store_url = f"http://localhost:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield standin
-    finally:
-        for job in standin.jobs.values():
-            _end(job)
-            job.set("DELETED")
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with in_thread(Handler) as port:
+        standin.url = f"http://127.0.0.1:{port}"
+        standin.repos.url = standin.url
+        standin.repos.store_url = f"http://localhost:{port}"
+        try:
+            yield standin
+        finally:
+            for job in standin.jobs.values():
+                _end(job)
+                job.set("DELETED")
 
 
 class _Handler(BaseHTTPRequestHandler):

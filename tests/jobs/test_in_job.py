@@ -266,6 +266,64 @@ def test_told_to_go_with_a_full_disk_it_ends_in_order_all_the_same(
     assert "can be asked for (No space left on device)" in job.told and "sandboxes are closed" in job.told
 
 
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_run_folder_that_cannot_be_looked_at_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    glob, failures = Path.glob, []
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 5, "pause_s": 0.1})
+
+    def stale(path: Path, pattern: str) -> Any:
+        is_watching = "training from" in job.told and threading.current_thread() is threading.main_thread()
+        if is_watching and path == job.run.checkpoints and (lasts or len(failures) < 5):
+            failures.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", stale)
+    assert job.job.go() == 0
+    assert len(failures) >= 5 and job.told.count("cannot be read: Stale file handle. The run goes on") == 1
+    assert (f"[job] the run folder {job.run.path} can be read again" in job.told) is not lasts
+    back = RunDir(tmp_path / "back")
+    assert FolderCopy(tmp_path / "volume" / "math").pull(back.path)
+    assert steps_in(back.store) == [1, 2, 3, 4, 5], "the last copy is made all the same"
+
+
+def test_told_to_go_with_a_stale_disk_it_ends_in_order_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+
+    def stale(path: Path) -> bool:
+        if path.name == "save-now":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", stale)
+    pace = replace(QUICK, save=0.3)
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 10_000, "save_steps": 1}, life={"pace": pace})
+    when(lambda: "step 3" in job.told, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert job.job.go() == STOPPED
+    assert "cannot be read: Stale file handle" in job.told and "sandboxes are closed" in job.told
+
+
+def test_a_log_that_takes_no_more_for_a_while_neither_ends_nor_stops_the_run(tmp_path: Path) -> None:
+    class Full(io.StringIO):
+        num_refused = 0
+
+        def write(self, text: str) -> int:
+            if "step 2" in text or 0 < self.num_refused < 3:
+                self.num_refused += 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    full = Full()
+    job = Job(tmp_path, tmp_path / "volume", config={"steps": 6}, life={"out": full})
+    assert job.job.go() == 0
+    assert "the log took no lines for a while: up to" in full.getvalue() and "the run is over" in full.getvalue()
+    assert "step 6" in full.getvalue() and full.num_refused >= 3
+
+
 def test_a_disk_on_which_no_run_can_be_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="run folder .*file/runs/math: .*check the path and the disk"):

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from harness_trainer.engine.digests import digest, take_sample
+from tests.http_serving import in_thread
 
 
 @dataclass
@@ -109,15 +110,9 @@ def serving(stub: StubEngine) -> Iterator[StubEngine]:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield stub
-    finally:
-        stub.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with in_thread(Handler) as port:
+        stub.url = f"http://127.0.0.1:{port}"
+        try:
+            yield stub
+        finally:
+            stub.released.set()

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished_groups import finish_group
 from stub_engine import StubEngine, serving
 
 from harness_trainer.learner.__main__ import LearnerSpec
 from harness_trainer.learner.checkpoints import last_checkpoint, read_state
 from harness_trainer.learner.config import LearnerConfig
-from harness_trainer.learner.rows import rows_from_trace
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 NUM_GROUPS, NUM_STEPS = 7, 3
 SCRIPT = Path(__file__).with_name("killed_learner.py")
@@ -78,28 +77,7 @@ class Learner:
         self._spec.write_text(spec.model_dump_json())
         self.store = RolloutStore(self.store_path)
         for group_id in range(num_groups):
-            self._finish_group(group_id)
-
-    def _finish_group(self, group_id: int, version: int = 1) -> None:
-        self.store.open_group(group_id, "task", "h")
-        for slot in range(2):
-            rollout_id = f"g{group_id}-{slot}"
-            self.store.start_rollout(rollout_id, group_id, slot, 0)
-            turn = {
-                "node_id": "t",
-                "prompt_token_ids": [5, 6, 7],
-                "completion_token_ids": [10 + group_id, 30 + slot],
-                "per_token_logps": [-4.6, -4.6],
-                "loss_mask": [0, 0, 0, 1, 1],
-                "request": {},
-                "response": {},
-                "metadata": {"policy_versions": [{"version": f"v{version}", "start": 0, "end": 2}]},
-            }
-            trace = {"schema_version": 1, "turns": [turn]}
-            assert len(rows_from_trace(trace).rows) == 1
-            result = RolloutResult(rollout_id, group_id, "task", "h", 0, Outcome.OK, float(slot), trace=trace)
-            self.store.finish_rollout(result, final=True)
-        self.store.group_ready(group_id)
+            finish_group(self.store, group_id)
 
     def run(self, kill_at: int = -1) -> tuple[int, list[str]]:
         """The exit status and the events until then."""
@@ -192,7 +170,7 @@ def test_a_store_older_than_its_checkpoint_is_refused(
     for file in learner.store_path.parent.glob("store.sqlite*"):
         file.unlink()
     learner.store = RolloutStore(learner.store_path)
-    learner._finish_group(0)
+    finish_group(learner.store, 0)
     assert learner.run()[0] == 1
     assert "put the run's own store back" in (learner.store.state("learner_error") or "")
 
@@ -216,14 +194,14 @@ def test_after_a_resume_what_the_same_weights_sampled_is_fresh_and_a_dead_branch
     events = make_learner("whole")[0].run()[1]
     second_save = [index for index, event in enumerate(events) if event == "before save_model"][1]
     learner, engine = make_learner("run", num_groups=0, max_staleness=max_staleness)
-    learner._finish_group(0, version=1)
-    learner._finish_group(1, version=2)
+    finish_group(learner.store, 0, version=1)
+    finish_group(learner.store, 1, version=2)
     code, events = learner.run(kill_at=second_save)
     assert code == -9 and events[-1] == "before save_model" and engine.version == "v3"
-    learner._finish_group(2, version=3)  # sampled by weights that nobody has any more
-    learner._finish_group(3, version=2)  # by those that the run goes on from, under their old name
-    learner._finish_group(4, version=4)  # and under the new one
-    learner._finish_group(5, version=5)
+    finish_group(learner.store, 2, version=3)  # sampled by weights that nobody has any more
+    finish_group(learner.store, 3, version=2)  # by those that the run goes on from, under their old name
+    finish_group(learner.store, 4, version=4)  # and under the new one
+    finish_group(learner.store, 5, version=5)
     assert learner.run()[0] == 0
     lineage = learner.store.lineage()
     assert engine.published["v2"] == engine.published["v4"] != engine.published["v3"]

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from finished_groups import finish_group
 from stub_engine import StubEngine, serving
 
 from harness_trainer.learner.__main__ import LEARNER_ERROR, LearnerSpec
@@ -23,7 +24,6 @@ from harness_trainer.learner.checkpoints import last_checkpoint, read_state
 from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.learner.launch import config_file, module_of, pinned
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.types import Outcome, RolloutResult
 from sandboxes.lifecycle import OwnedProcess, start_process
 from sandboxes.processes import Traces, find_all
 
@@ -55,27 +55,7 @@ class Launched:
         self.log = folder / "learner.log"
         self.store = RolloutStore(self.store_path)
         for group_id in range(num_groups):
-            self._finish_group(group_id)
-
-    def _finish_group(self, group_id: int) -> None:
-        self.store.open_group(group_id, "task", "h")
-        for slot in range(2):
-            rollout_id = f"g{group_id}-{slot}"
-            self.store.start_rollout(rollout_id, group_id, slot, 0)
-            turn = {
-                "node_id": "t",
-                "prompt_token_ids": [5, 6, 7],
-                "completion_token_ids": [10 + group_id, 30 + slot],
-                "per_token_logps": [-4.6, -4.6],
-                "loss_mask": [0, 0, 0, 1, 1],
-                "request": {},
-                "response": {},
-                "metadata": {"policy_versions": [{"version": "v1", "start": 0, "end": 2}]},
-            }
-            trace = {"schema_version": 1, "turns": [turn]}
-            result = RolloutResult(rollout_id, group_id, "task", "h", 0, Outcome.OK, float(slot), trace=trace)
-            self.store.finish_rollout(result, final=True)
-        self.store.group_ready(group_id)
+            finish_group(self.store, group_id)
 
     def start(self) -> OwnedProcess:
         """As the supervisor does."""

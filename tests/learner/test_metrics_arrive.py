@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from finished_groups import finish_group
 from stub_engine import StubEngine, serving
 from test_train import Run
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -18,7 +19,6 @@ from harness_trainer.learner.config import LearnerConfig
 from harness_trainer.learner.engine_presence import EnginePresence
 from harness_trainer.learner.trackers import TRACKERS, require_trackers
 from harness_trainer.rollouts.store import RolloutStore
-from harness_trainer.rollouts.types import Outcome, RolloutResult
 from harness_trainer.run import train
 
 GSPO = {"loss": "gspo", "aggregation": "rollout_mean"}
@@ -58,23 +58,7 @@ class RunFolder:
             transfer_dir=folder / "transfer", temperature=1.0, starved_after_s=30,
         )  # fmt: skip
         for group_id in range(5):
-            self.finish_group(group_id)
-
-    def finish_group(self, group_id):
-        self.store.open_group(group_id, "task", "pi")
-        for slot in range(2):
-            turn = {
-                "node_id": "t", "prompt_token_ids": [5, 6, 7], "completion_token_ids": [10 + group_id, 30 + slot],
-                "per_token_logps": [-4.6, -4.6], "loss_mask": [0, 0, 0, 1, 1], "request": {}, "response": {},
-                "metadata": {"policy_versions": [{"version": "v1", "start": 0, "end": 2}]},
-            }  # fmt: skip
-            result = RolloutResult(
-                f"g{group_id}-{slot}", group_id, "task", "pi", 0, Outcome.OK, float(slot), stages_s={"agent": 2.0},
-                trace={"schema_version": 1, "turns": [turn]}, num_turns=1, tool_calls={"bash": slot},
-            )  # fmt: skip
-            self.store.start_rollout(result.rollout_id, group_id, slot, 0)
-            self.store.finish_rollout(result, final=True)
-        self.store.group_ready(group_id)
+            finish_group(self.store, group_id)
 
     def learn(self):
         learner._run(self.spec, self.store, EnginePresence(self.store, self.spec.engine_url_file, away_s=10))

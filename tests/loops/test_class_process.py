@@ -9,7 +9,7 @@ from harness_trainer.loops import pin_env
 from harness_trainer.rollouts.store import RolloutStore
 from tests.capture.serving import listening
 from tests.capture.stub_vllm import StubVllm, reply
-from tests.loops.test_white_box_process import RunnerProcess
+from tests.loops.test_white_box_process import LoopRunner
 
 RACE = """
 class Race:
@@ -34,7 +34,7 @@ async def test_groups_of_a_class_are_filled_and_scored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     env = pin_env(EnvironmentClassConfig(target="race.py:Race", rewards=["race.py:length"]))
     async with listening(StubVllm(chunks=reply("the ", "moon")).app()) as url:
-        runner = RunnerProcess(tmp_path, url)
+        runner = LoopRunner(tmp_path, url)
         spec = tmp_path / "runner.json"
         spec.write_text(json.dumps(json.loads(spec.read_text()) | {"env": env.model_dump(), "harness": "Race"}))
         await runner.start()

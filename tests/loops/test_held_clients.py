@@ -56,10 +56,8 @@ STYLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def server():
-    """A real OpenEnv server of adding machines, with two places; `live` holds those in use."""
-    import uvicorn
+def adding_machines(live):
+    """The app of an OpenEnv server with two places; `live` holds the machines in use."""
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
@@ -78,8 +76,6 @@ def server():
 
     class Total(Observation):
         total: int = 0
-
-    live = set()
 
     class Adder(Environment):
         SUPPORTS_CONCURRENT_SESSIONS = True
@@ -106,8 +102,17 @@ def server():
         def close(self):
             live.discard(self)
 
-    app = create_fastapi_app(Adder, Add, Total, max_concurrent_envs=2)
-    runner = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    return create_fastapi_app(Adder, Add, Total, max_concurrent_envs=2)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A real OpenEnv server of adding machines: its address, and those in use."""
+    import uvicorn
+
+    live = set()
+    config = uvicorn.Config(adding_machines(live), host="127.0.0.1", port=0, log_level="error")
+    runner = uvicorn.Server(config)
     thread = threading.Thread(target=runner.run, daemon=True)
     thread.start()
     until = time.monotonic() + 60

@@ -10,7 +10,7 @@ from harness_trainer.rollouts.store import RolloutStore
 from tests.capture.serving import listening
 from tests.capture.stub_vllm import StubVllm, reply
 from tests.loops.openenv_serving import ENVS
-from tests.loops.test_white_box_process import RunnerProcess
+from tests.loops.test_white_box_process import LoopRunner
 
 REWARDS = """
 def said(environments, completions, **kwargs):
@@ -27,7 +27,7 @@ async def test_groups_of_a_local_server_are_filled_and_scored(tmp_path, monkeypa
     target = "local:adding.py:app"
     env = pin_env(OpenEnvConfig(target=target, name="adding", max_episodes=2, rewards=["rewards.py:said"]))
     async with listening(StubVllm(chunks=reply("the ", "moon")).app()) as url:
-        runner = RunnerProcess(tmp_path, url)
+        runner = LoopRunner(tmp_path, url)
         spec = tmp_path / "runner.json"
         spec.write_text(json.dumps(json.loads(spec.read_text()) | {"env": env.model_dump(), "harness": "adding"}))
         await runner.start()

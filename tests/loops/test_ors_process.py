@@ -8,11 +8,10 @@ import pytest
 
 from harness_trainer.environments import OrsConfig
 from harness_trainer.rollouts.config import RunnerSpec
-from harness_trainer.rollouts.store import RolloutStore
 from tests.capture.serving import listening
 from tests.capture.stub_vllm import StubVllm, reply
 from tests.loops.ors_server import running
-from tests.loops.test_white_box_process import RunnerProcess, num_open_sessions
+from tests.loops.test_white_box_process import LoopRunner, num_open_sessions
 
 
 @pytest.fixture(scope="module")
@@ -21,19 +20,11 @@ def server():
         yield one
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
-
-
-class OrsRunner(RunnerProcess):
+class OrsRunner(LoopRunner):
     def __init__(self, folder, engine_url, config, **settings):
         super().__init__(folder, engine_url, **settings)
-        spec = RunnerSpec.model_validate_json(self._spec.read_text())
-        self._spec.write_text(spec.model_copy(update={"env": config, "tasks": ""}).model_dump_json())
+        spec = RunnerSpec.model_validate_json(self.spec.read_text())
+        self.spec.write_text(spec.model_copy(update={"env": config, "tasks": ""}).model_dump_json())
 
 
 async def test_groups_are_filled_and_evaluated_and_each_session_ends(tmp_path, store, server, monkeypatch):

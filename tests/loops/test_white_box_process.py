@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sqlite3
-import sys
 from pathlib import Path
-
-import pytest
 
 from harness_trainer.environments import OwnLoopConfig
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.config import PipelineSpec, RolloutConfig, RunnerSpec
-from harness_trainer.rollouts.store import RolloutStore
 from sandboxes.base import Access
-from tests.capture.serving import listening, until
+from tests.capture.serving import listening
 from tests.capture.stub_vllm import StubVllm, reply
+from tests.rollouts.runner_process import RunnerProcess
 
 LOOP = """
 class Moon:
@@ -31,11 +27,11 @@ class Moon:
 """
 
 
-class RunnerProcess:
-    """`python -m harness_trainer.rollouts` on a stand-in for vLLM, in a folder with a store."""
+class LoopRunner(RunnerProcess):
+    """On a stand-in for vLLM, in a folder with a store."""
 
     def __init__(self, folder: Path, engine_url: str, *, loop: str = LOOP, **settings) -> None:
-        self._log = folder / "runner.log"
+        super().__init__(folder / "runner.json", folder / "runner.log")
         (folder / "moon_loop.py").write_text(loop)
         for name, numbers in (("rows", (1, 2)), ("held_out", (3,))):
             lines = [json.dumps({"name": f"n{n}", "prompt": "Say moon.", "n": n}) for n in numbers]
@@ -60,45 +56,18 @@ class RunnerProcess:
             max_staleness=0,
             max_dropped_in_a_row=3,
         )
-        self._spec = folder / "runner.json"
-        self._spec.write_text(spec.model_dump_json())
-
-    async def start(self) -> None:
-        env = {**os.environ, "CAPTURE_PROXY_ADMIN_KEY": "key"}
-        argv = [sys.executable, "-m", "harness_trainer.rollouts", "--spec", str(self._spec)]
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(*argv, env=env, stdout=log, stderr=log)
-
-    async def end(self, signum: int | None = None) -> int:
-        if signum is not None and self._process.returncode is None:
-            self._process.send_signal(signum)
-        return await asyncio.wait_for(self._process.wait(), 60)
-
-    async def until(self, condition) -> None:
-        def is_so() -> bool:
-            assert self._process.returncode is None, self._log.read_text()[-3000:]
-            return condition()
-
-        await until(is_so, timeout_s=90)
+        self.spec.write_text(spec.model_dump_json())
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, stub: StubVllm, **settings):
     async with listening(stub.app()) as url:
-        runner = RunnerProcess(folder, url, **settings)
+        runner = LoopRunner(folder, url, **settings)
         await runner.start()
         try:
             yield runner
         finally:
             await runner.end(signal.SIGKILL)
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
 
 
 def num_open_sessions(folder: Path) -> int:

@@ -84,7 +84,8 @@ def test_all_is_every_extra_that_a_run_may_need() -> None:
 
 
 def test_the_lock_holds_the_releases_that_are_declared() -> None:
-    lock = dict(line.split("==") for line in (ROOT / "requirements/project.txt").read_text().split() if "==" in line)
+    locks = [(ROOT / f"requirements/{name}.txt").read_text().split() for name in ("project", "tools")]
+    lock = dict(line.split("==") for lines in locks for line in lines)
     lock = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lock.items()}
     project = PROJECT["project"]
     extras = [line for name, lines in project["optional-dependencies"].items() if name != "trackers" for line in lines]
@@ -92,3 +93,10 @@ def test_the_lock_holds_the_releases_that_are_declared() -> None:
         name, pinned, version = line.partition("==")
         if pinned and name != "torch":  # its build differs between machines, so it stands before the lock
             assert lock[re.sub(r"[-_.]+", "-", name).lower()] == version, line
+
+
+def test_what_only_developers_need_is_in_a_lock_that_no_image_gets() -> None:
+    locks = {name: (ROOT / f"requirements/{name}.txt").read_text().split() for name in ("project", "tools")}
+    names = {lock: {line.partition("==")[0] for line in lines} for lock, lines in locks.items()}
+    assert {"pytest", "mypy", "ruff", "hypothesis"} <= names["tools"] and not names["tools"] & names["project"]
+    assert not [file for file in (ROOT / "docker").glob("*.Dockerfile") if "tools.txt" in file.read_text()]

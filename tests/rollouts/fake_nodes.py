@@ -33,6 +33,8 @@ class FakeWorker:
         if self.hangs:
             await self.gone.wait()
             raise WorkerLost("killed")
+        if self.node.node_id in self.bench.dying:
+            raise WorkerLost("socket closed")
         if method == "facts":
             return self.bench.facts
         if method == "open":
@@ -87,7 +89,7 @@ class FakeBench:
     def __init__(self):
         self.alive, self.workers, self.orders, self.problems, self.notes = [], {}, [], {}, []
         self.facts, self.fails, self.full, self.go_on = HERE, False, False, asyncio.Event()
-        self.broken, self.unasked, self.refuses = set(), set(), None
+        self.broken, self.unasked, self.dying, self.refuses = set(), set(), set(), None
 
     def add(self, node_id, rollouts=2):
         self.alive.append(NodeInfo(node_id, "10.0.0.2", {"rollouts": float(rollouts)}))
@@ -107,7 +109,7 @@ class FakeBench:
         worker = self.workers[node.node_id] = FakeWorker(node, self)
         return worker
 
-    def executor(self, tmp_path, *, tasks=(TASK,), silent_s=60, **ray):
+    def executor(self, tmp_path, *, tasks=(TASK,), silent_s=60, settle_s=10, **ray):
         config = RolloutConfig(max_concurrent=8, executor="ray", ray=ray)
         spec = RunnerSpec(
             config=config, tasks="-", harness="-", harness_bin=Path(), store=tmp_path / "s", artifacts=tmp_path / "a",
@@ -116,7 +118,7 @@ class FakeBench:
         )  # fmt: skip
         tell = lambda kind, line, **facts: self.notes.append((kind, line))  # noqa: E731
         setup = Setup(spec, [], [("", task) for task in tasks])
-        return Executor(self, setup, None, tell=tell, look_s=0.02, silent_s=silent_s)
+        return Executor(self, setup, None, tell=tell, look_s=0.02, silent_s=silent_s, settle_s=settle_s)
 
 
 @contextlib.asynccontextmanager

@@ -56,11 +56,11 @@ async def run_until(
     await run_sources(store, [source], done, config=config, schedule=schedule, sleep=sleep)
 
 
-async def run_sources(store, sources, done, *, config, schedule=None, sleep=None):
+async def run_sources(store, sources, done, *, config, schedule=None, sleep=None, plan=lambda needs: None):
     """The same with sources that are open."""
     runner = Runner(
         config,
-        Sources(sources),
+        Sources(sources, plan=plan),
         store,
         schedule=Schedule(**{"max_open_groups": 2, "num_groups": 100, **(schedule or {})}),
         sleep=Waits() if sleep is None else sleep,

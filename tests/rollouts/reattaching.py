@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness_trainer.rollouts.at_work import Unfinished
-from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
+from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.store import RolloutStore
 from sandboxes import SandboxConfig
-from sandboxes.base import Access, Endpoint
 from sandboxes.docker import DockerConfig
 from sandboxes.lifecycle import OwnedProcess, start_process
 from sandboxes.local import LocalConfig
 from sandboxes.processes import Proc, find_below, read_proc
 from tests.capture.serving import KEY, Served, until
+from tests.rollouts.rolling import runner_spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,20 +153,14 @@ class Bench:
             "output": {"type": "text"},
         }
         (folder / "agent.yaml").write_text(json.dumps(agent))
-        spec = RunnerSpec(
+        spec = runner_spec(
+            folder,
+            gateway,
             config=RolloutConfig.model_validate({**defaults, **settings}),
             sandbox=boxes.config,
             tasks=str(folder / task),
             harness=str(folder / "agent.yaml"),
-            harness_bin=Path("/usr/bin"),
-            store=folder / "store.sqlite",
-            artifacts=folder / "artifacts",
             registry=self.registry,
-            run_id="test",
-            model="scripted",
-            context=8192,
-            access=Access(gateway=Endpoint(url=gateway.agent_url)),
-            admin_url=gateway.admin_url,
             **schedule,
         )
         (folder / "runner.json").write_text(spec.model_dump_json())

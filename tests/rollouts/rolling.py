@@ -19,7 +19,7 @@ from sandboxes import open_backend
 from sandboxes.base import Access, Endpoint
 from sandboxes.local import LocalConfig
 from sandboxes.pool import Bounds, Pool
-from tests.capture.serving import KEY, served
+from tests.capture.serving import KEY, Served, served
 
 # Scores 1 when the agent's last words contain "moon", 0.5 when a file answer.txt exists, else 0.
 VERIFY = """
@@ -52,6 +52,24 @@ CALL = (
 )
 
 
+def runner_spec(folder: Path, gateway: Served, **fields) -> RunnerSpec:
+    """What a runner is told that works in `folder` on this gateway; a test's own `fields` go before."""
+    given = {
+        "harness_bin": Path("/usr/bin"),
+        "store": folder / "store.sqlite",
+        "artifacts": folder / "artifacts",
+        "registry": folder / "owned",
+        "run_id": "test",
+        "model": "scripted",
+        "context": 8192,
+        "access": Access(gateway=Endpoint(url=gateway.agent_url)),
+        "admin_url": gateway.admin_url,
+        "max_open_groups": 1,
+        "num_groups": 1,
+    }
+    return RunnerSpec(**{**given, **fields})
+
+
 @contextlib.asynccontextmanager
 async def rolling(
     tmp_path: Path, engine, harness, *, sandbox=None, harness_bin=None, run_id="test", tasks=(), **settings
@@ -60,22 +78,15 @@ async def rolling(
     rollouts = RolloutConfig(**{"timeout_s": 60, "max_turns": 4, "max_tokens": 2048, **settings})
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(served(engine, tmp_path / "store.sqlite"))
-        spec = RunnerSpec(
+        spec = runner_spec(
+            tmp_path,
+            gateway,
             config=rollouts,
             sandbox=sandbox or LocalConfig(root=tmp_path / "boxes"),
             tasks="-",
             harness="-",
             harness_bin=harness_bin or Path(sys.executable).parent,
-            store=tmp_path / "store.sqlite",
-            artifacts=tmp_path / "artifacts",
-            registry=tmp_path / "owned",
             run_id=run_id,
-            model="scripted",
-            context=8192,
-            access=Access(gateway=Endpoint(url=gateway.agent_url)),
-            admin_url=gateway.admin_url,
-            max_open_groups=1,
-            num_groups=1,
         )
         harness = entered(harness, rollouts.entry)
         access = await open_access(stack, spec, tasks, KEY, harness)

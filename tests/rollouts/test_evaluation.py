@@ -17,14 +17,6 @@ HELD_OUT = [SimpleNamespace(name=name) for name in ("x", "y")]
 EVERY_2 = {"tasks": "-", "every": 2, "samples": 2}
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
-
-
 # -- arithmetic ------------------------------------------------------------------------------------------------------
 
 

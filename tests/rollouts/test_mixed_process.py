@@ -6,13 +6,10 @@ import asyncio
 import json
 from collections import Counter
 
-import pytest
-
 from capture_proxy.engines.scripted import ScriptedEngine
 from harness_trainer.environments import OwnLoopConfig
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.config import PipelineSpec, RolloutConfig, SourceSpec
-from harness_trainer.rollouts.store import RolloutStore
 from tests.capture.serving import listening, served
 from tests.capture.stub_vllm import StubVllm, reply
 from tests.loops.test_white_box_process import LOOP, num_open_sessions
@@ -47,14 +44,6 @@ class MixedBench(Bench):
             "pipeline": pipeline.model_dump(mode="json"),
         }
         (folder / "runner.json").write_text(json.dumps(spec))
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
 
 
 async def test_killed_with_both_at_work_agents_go_on_and_the_loop_is_run_again(tmp_path, store):

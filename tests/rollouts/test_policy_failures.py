@@ -13,15 +13,6 @@ from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, Outcome
 from tests.rollouts.policy import TASKS, Waits, finished, infra, no_sandbox, ready, run_until
 
-
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
-
-
 # -- retries and refills ---------------------------------------------------------------------------------------------
 
 

@@ -2,21 +2,16 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from pathlib import Path
 
-import pytest
-
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
-from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec
-from harness_trainer.rollouts.store import RolloutStore
-from sandboxes.base import Access, Endpoint
+from harness_trainer.rollouts.config import RolloutConfig
 from sandboxes.lifecycle import reap
 from sandboxes.local import LocalConfig
-from tests.capture.serving import KEY, served, until
-from tests.rollouts.rolling import CALL, VERIFY
+from tests.capture.serving import served
+from tests.rollouts.rolling import CALL, VERIFY, runner_spec
+from tests.rollouts.runner_process import RunnerProcess
 
 AGENT = {
     "name": "shell",
@@ -27,70 +22,37 @@ AGENT = {
 }
 
 
-class RunnerProcess:
-    """`python -m harness_trainer.rollouts` in a folder with a store, started and ended by the test."""
+class AgentRunner(RunnerProcess):
+    """With agents in local sandboxes, in a folder with a store."""
 
     def __init__(self, folder: Path, gateway, **settings) -> None:
-        self.boxes, self.registry, self._log = folder / "boxes", folder / "owned", folder / "runner.log"
+        super().__init__(folder / "runner.json", folder / "runner.log")
+        self.boxes, self.registry = folder / "boxes", folder / "owned"
         (folder / "agent.yaml").write_text(json.dumps(AGENT))
         for name in ("moon", "star"):
             line = {"name": name, "instruction": f"Say {name}.", "verify": VERIFY}
             (folder / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-        spec = RunnerSpec(
+        spec = runner_spec(
+            folder,
+            gateway,
             config=RolloutConfig(group_size=4, max_concurrent=4, timeout_s=60, **settings),
             sandbox=LocalConfig(root=self.boxes),
             tasks=str(folder / "moon.jsonl"),
             harness=str(folder / "agent.yaml"),
-            harness_bin=Path("/usr/bin"),
-            store=folder / "store.sqlite",
-            artifacts=folder / "artifacts",
             registry=self.registry,
-            run_id="test",
-            model="scripted",
-            context=8192,
-            access=Access(gateway=Endpoint(url=gateway.agent_url)),
-            admin_url=gateway.admin_url,
-            max_open_groups=1,
             num_groups=2,
             max_staleness=0,
         )
-        self._spec = folder / "runner.json"
-        self._spec.write_text(spec.model_dump_json())
-
-    async def start(self) -> None:
-        env = {**os.environ, "CAPTURE_PROXY_ADMIN_KEY": KEY}
-        argv = [sys.executable, "-m", "harness_trainer.rollouts", "--spec", str(self._spec)]
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(*argv, env=env, stdout=log, stderr=log)
-
-    async def end(self, signum: int) -> int:
-        if self._process.returncode is None:
-            self._process.send_signal(signum)
-        return await asyncio.wait_for(self._process.wait(), 60)
-
-    async def until(self, condition) -> None:
-        def is_so() -> bool:
-            assert self._process.returncode is None, self._log.read_text()[-3000:]
-            return condition()
-
-        await until(is_so, timeout_s=90)
+        self.spec.write_text(spec.model_dump_json())
 
     def num_boxes(self) -> int:
         return len(list(self.boxes.glob("*")))
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
-
-
 async def test_rollouts_that_became_too_old_leave_no_sandbox_and_no_work_for_the_engine(tmp_path, store):
     engine = ScriptedEngine([Reply("hm", stall=True)])
     async with served(engine, tmp_path / "store.sqlite") as gateway:
-        runner = RunnerProcess(tmp_path, gateway, warm_total=0)
+        runner = AgentRunner(tmp_path, gateway, warm_total=0)
         await runner.start()
         await runner.until(lambda: engine.in_flight == 4)
         assert runner.num_boxes() == 4
@@ -111,7 +73,7 @@ async def test_an_evaluation_that_is_killed_in_the_middle_is_finished_by_the_nex
     engine = ScriptedEngine([Reply("the moon"), Reply("the moon"), Reply("hm", stall=True)])
     async with served(engine, tmp_path / "store.sqlite") as gateway:
         evaluation = {"tasks": str(tmp_path / "star.jsonl"), "samples": 6}
-        runner = RunnerProcess(tmp_path, gateway, evaluation=evaluation)
+        runner = AgentRunner(tmp_path, gateway, evaluation=evaluation)
         await runner.start()
         await runner.until(lambda: engine.in_flight == 4 and len(store.rollouts()) >= 2)
         await runner.end(signal.SIGKILL)

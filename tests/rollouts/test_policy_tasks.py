@@ -14,14 +14,6 @@ from harness_trainer.rollouts.types import Job
 from tests.rollouts.policy import TASKS, finished, infra, ready, run_until
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
-
-
 def fill(store, group_id, task, rewards, state="ready"):
     store.open_group(group_id, task, "h")
     for slot, reward in enumerate(rewards):

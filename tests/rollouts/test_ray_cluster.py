@@ -95,6 +95,19 @@ async def test_a_killed_runner_leaves_nothing_on_the_nodes_and_the_next_one_star
         assert run.store.outcome_counts() == {"cancelled": 4}
 
 
+async def test_a_runner_that_is_started_again_while_no_node_is_there_waits_for_one(tmp_path, nodes):
+    async with bench(tmp_path, nodes, group_size=2) as run:
+        await run.until(lambda: len(run.begun()) == 2)
+        await run.kill()
+        await asyncio.to_thread(nodes.kill, nodes.first)
+        await until(run.nothing_left, timeout_s=30)
+        await run.start()
+        await run.until(lambda: "waiting up to 60 s (rollouts.ray.patience_s) for a Ray node" in run.log())
+        nodes.first = nodes.add(2)
+        await run.until(lambda: len(run.begun()) == 2)
+        assert run.store.outcome_counts() == {"cancelled": 2, "running": 2}
+
+
 async def test_a_cluster_is_asked_for_before_anything_is_started(nodes):
     said = await asyncio.to_thread(require_cluster, RayConfig(address=nodes.address), 8)
     assert said.endswith("nodes take rollouts, 2 at a time in all")

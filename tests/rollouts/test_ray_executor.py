@@ -22,7 +22,6 @@ from harness_trainer.rollouts.on_ray.nodes import NodeInfo
 from harness_trainer.rollouts.on_ray.precheck import summary
 from harness_trainer.rollouts.on_ray.worker import facts_here
 from harness_trainer.rollouts.slots import FREE_LOSSES
-from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import NODE, Job, Outcome
 from harness_trainer.tasks import Task
 from sandboxes.base import BoxSpec, Endpoint
@@ -272,6 +271,47 @@ async def test_a_run_without_nodes_waits_for_one_and_then_ends(tmp_path):
             await asyncio.wait_for(executor.attempt(job()), 10)
 
 
+async def test_a_runner_that_starts_without_nodes_waits_for_one_and_says_so(tmp_path, caplog):
+    bench = FakeBench()
+    executor = bench.executor(tmp_path, patience_s=60)
+    entering = asyncio.create_task(executor.__aenter__())
+    await until(lambda: bench.notes)
+    ((kind, line),) = bench.notes
+    assert kind == "waiting_for_node" and line.startswith("waiting up to 60 s (rollouts.ray.patience_s) for a Ray node")
+    assert line in caplog.text and "ray start --address=HEAD:6379" in line
+    bench.add("a")
+    assert await asyncio.wait_for(entering, 10) is executor and len(bench.notes) == 1
+    bench.go_on.set()
+    assert (await executor.attempt(job())).outcome is Outcome.OK
+    await executor.__aexit__()
+
+
+async def test_a_runner_for_which_no_node_comes_ends_when_a_running_one_would(tmp_path):
+    bench = FakeBench()
+    with pytest.raises(SetupError, match="no Ray node has taken rollouts for 0 s .*Run the same command again"):
+        async with asyncio.timeout(5), bench.executor(tmp_path, patience_s=0.1):
+            raise AssertionError("it was opened")
+
+
+async def test_a_first_node_that_dies_while_it_is_opened_is_one_that_has_left(tmp_path):
+    bench = FakeBench()
+    bench.add("a")
+    bench.dying = {"a"}  # Ray does not know it yet
+    entering = asyncio.create_task(bench.executor(tmp_path).__aenter__())
+    await until(lambda: bench.notes)
+    bench.alive = []
+    await until(lambda: len(bench.notes) == 2)
+    assert [kind for kind, _ in bench.notes] == ["node_unusable", "waiting_for_node"]
+    bench.add("b")
+    await (await asyncio.wait_for(entering, 10)).__aexit__()
+    staying = FakeBench()
+    staying.add("a")
+    staying.dying = {"a"}
+    with pytest.raises(SetupError, match="the worker on Ray node .* failed: socket closed"):
+        async with asyncio.timeout(5), staying.executor(tmp_path, settle_s=0.2):
+            raise AssertionError("it was opened")
+
+
 async def test_each_node_has_its_share_of_the_sandboxes_that_are_made_ahead(tmp_path):
     async with executing(tmp_path, "a", "b") as (bench, executor):
         executor.plan([(TASK, "h", 3), (dataclasses.replace(TASK, name="of a server"), "h", 1)])
@@ -280,14 +320,6 @@ async def test_each_node_has_its_share_of_the_sandboxes_that_are_made_ahead(tmp_
 
 
 # --- what losses cost --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
 
 
 async def test_lost_machines_cost_a_slot_no_try_as_long_as_they_are_few(tmp_path, store):

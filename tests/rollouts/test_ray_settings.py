@@ -37,6 +37,19 @@ def test_the_flags_have_short_names_beside_those_of_the_fields():
         settings("--ray-address", "somewhere")
 
 
+@pytest.mark.parametrize("flags", [(), ("--executor", "local")])
+def test_a_cluster_that_nobody_would_use_is_refused(flags):
+    with pytest.raises(
+        ConfigError, match=r"^rollouts: ray.address names .* at head:6379, and executor local uses none"
+    ):
+        settings("--ray-address", "head:6379", *flags)
+    with pytest.raises(ConfigError, match=r"add --executor ray .* or leave --ray-address .* out$"):
+        settings("--rollouts.ray.address", "head:6379", *flags)
+    assert settings("--ray-address", "auto", "--rollouts.ray.per-node", "3", *flags).rollouts.ray.per_node == 3
+    whole = settings("--executor", "ray", "--ray-address", "head:6379").rollouts
+    assert RolloutConfig.model_validate_json(whole.model_dump_json()) == whole, "as each process of the run reads it"
+
+
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "http://head:6379", ""])
 def test_an_address_that_ray_would_take_for_something_else_is_refused(address):
     with pytest.raises(ValueError, match="Ray Client's address|neither auto nor HOST:PORT"):

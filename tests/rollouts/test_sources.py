@@ -8,18 +8,9 @@ import pytest
 from harness_trainer.errors import ConfigError, TrainingFailed
 from harness_trainer.rollouts.config import RolloutConfig, RunnerSpec, SourceSpec
 from harness_trainer.rollouts.sources import OpenSource, Sources, deal, named, naming, source_in
-from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.tasks import Task
 from sandboxes.base import Access
 from tests.rollouts.policy import Waits, finished, infra, no_sandbox, ready, run_sources
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "store.sqlite")
-    store.publish(1)
-    yield store
-    store.close()
 
 
 async def won(job):

@@ -92,6 +92,7 @@ class Standin:
         self._faults: dict[str, list[Fault]] = {}
         self._replays: dict[str, str] = {}  # idempotency key -> sandbox
         self._late: set[asyncio.Task[Any]] = set()
+        self._ends: set[asyncio.Task[None]] = set()  # sandboxes that are being stopped
         self._thread = threading.Thread(target=self._serve, name="e2b stand-in", daemon=True)
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -159,6 +160,9 @@ class Standin:
         for life in self.running:
             await self._end(life, "killed")
         await runner.cleanup()
+        for life in self.running:  # made meanwhile
+            await self._end(life, "killed")
+        await asyncio.gather(*self._ends)
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
@@ -260,7 +264,11 @@ class Standin:
             await asyncio.to_thread(shutil.copytree, template.root, root, symlinks=True)
             await asyncio.to_thread(_copy_owners, template.root, root)
         box = Box(root)
-        await box.start()
+        try:
+            await box.start()
+        except BaseException:
+            await box.stop()
+            raise
         env = {**template.env, **body.get("envVars", {})}
         envd = Envd(box, env, template.user, template.workdir, self._cuts)
         now = time.time()
@@ -304,8 +312,14 @@ class Standin:
         life.envd.over = not orderly
         if life.timer is not None:
             life.timer.cancel()
-        await life.box.stop()
-        await asyncio.to_thread(shutil.rmtree, life.box.root, ignore_errors=True)
+        stopping = asyncio.create_task(self._stop(life.box))  # whole, also when whoever asked for it goes away
+        self._ends.add(stopping)
+        stopping.add_done_callback(self._ends.discard)
+        await asyncio.shield(stopping)
+
+    async def _stop(self, box: Box) -> None:
+        await box.stop()
+        await asyncio.to_thread(shutil.rmtree, box.root, ignore_errors=True)
 
     def _life(self, sandbox_id: str) -> Life | None:
         life = self.lives.get(sandbox_id)

@@ -173,5 +173,6 @@ class Box:
                     os.kill(self._pid, signal.SIGKILL)  # the first process: the kernel takes all others along
             else:
                 self._init.kill()
-        for process in (*self._commands, self._init):
-            await ended(process)
+        while self._commands:  # one may still be starting, which ends at once
+            await ended(self._commands.pop())
+        await ended(self._init)

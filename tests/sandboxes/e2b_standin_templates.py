@@ -105,9 +105,9 @@ class Templates:
         root = self._folder / template.template_id
         make_root(root)
         box = Box(root)
-        await box.start()
         user, workdir = "root", "/"
         try:
+            await box.start()
             for step in template.start["steps"]:
                 kind, args = step["type"], step["args"]
                 template.logs.append(f"[{kind}] {' '.join(args)}")

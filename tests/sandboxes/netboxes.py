@@ -18,7 +18,7 @@ from sandboxes.base import Access, BoxSpec, Command, Mount, Network, Sandbox
 from sandboxes.docker import DockerBackend, DockerConfig
 from sandboxes.docker_api import connect
 from sandboxes.docker_labels import RUN
-from sandboxes.docker_network import own_addresses
+from sandboxes.docker_relay import own_addresses
 
 PROBE = Path(__file__).with_name("netprobe.py").read_text()
 METADATA = "169.254.169.254"

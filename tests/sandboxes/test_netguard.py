@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sandboxes import netguard
-from sandboxes.docker_network import own_addresses
+from sandboxes.docker_relay import own_addresses
 from sandboxes.netguard import Rules, close_ways, known_resolvers, own_subnets
 
 ROUTES = """Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
+
+from tests.http_serving import in_thread
 
 LARGE = 1000  # bytes from which a file lies in the store of large files, as LFS has it
 
@@ -46,17 +47,10 @@ def serving(hub: Hub) -> Iterator[Hub]:
     class Handler(_Handler):
         the_hub = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    hub.store_url = f"http://localhost:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with in_thread(Handler) as port:
+        hub.url = f"http://127.0.0.1:{port}"
+        hub.store_url = f"http://localhost:{port}"
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

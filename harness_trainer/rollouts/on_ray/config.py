@@ -6,6 +6,7 @@ import re
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+_AUTO = "auto"
 _ADDRESS = re.compile(r"auto|[^\s:/\[\]]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
@@ -15,7 +16,7 @@ class RayConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     address: str = Field(
-        "auto", description="HOST:PORT of the cluster's head; auto = $RAY_ADDRESS, else the one that this host is in"
+        _AUTO, description="HOST:PORT of the cluster's head; auto = $RAY_ADDRESS, else the one that this host is in"
     )
     per_node: int | None = Field(
         None,
@@ -38,3 +39,15 @@ class RayConfig(BaseModel):
         if not _ADDRESS.fullmatch(value):
             raise ValueError(f"{value!r} is neither auto nor HOST:PORT, e.g. 10.0.0.1:6379")
         return value
+
+    def refusal(self, executor: str) -> str | None:
+        """Why these settings do not go with the executor, and what to do; None = they do.
+
+        Whoever names a cluster means it to be used. The other settings only tune, and may stand in a shared file.
+        """
+        if executor == "ray" or self.address == _AUTO:
+            return None
+        return (
+            f"ray.address names the Ray cluster at {self.address}, and executor {executor} uses none: add "
+            "--executor ray (rollouts.executor) to run agents there, or leave --ray-address (rollouts.ray.address) out"
+        )

@@ -18,7 +18,7 @@ from harness_trainer.errors import TaskError, TrainingFailed
 from harness_trainer.rollouts.means import Sessions
 from harness_trainer.rollouts.on_ray import files
 from harness_trainer.rollouts.on_ray.errand import Errand
-from harness_trainer.rollouts.on_ray.members import LOOK_S, SILENT_S, Members, Node, Nodes
+from harness_trainer.rollouts.on_ray.members import LOOK_S, SETTLE_S, SILENT_S, Members, Node, Nodes
 from harness_trainer.rollouts.on_ray.messages import Order, Setup, WorkerFailed, WorkerLost
 from harness_trainer.rollouts.types import NODE, Job, Outcome, RolloutResult
 from harness_trainer.tasks import Task
@@ -30,7 +30,10 @@ _BEFORE_A_BOX = ("prepare", "create")  # stages
 
 
 class Executor:
-    """An async context manager: entered when a first node is open. `tell` is for what a person should read once."""
+    """An async context manager: entered when a first node is open, for which it may wait.
+
+    `tell` is for what a person should read once.
+    """
 
     def __init__(
         self,
@@ -41,8 +44,9 @@ class Executor:
         tell: Callable[..., None],
         look_s: float = LOOK_S,
         silent_s: float = SILENT_S,
+        settle_s: float = SETTLE_S,
     ) -> None:
-        self._members = Members(cluster, setup, tell=tell, look_s=look_s, silent_s=silent_s)
+        self._members = Members(cluster, setup, tell=tell, look_s=look_s, silent_s=silent_s, settle_s=settle_s)
         self._setup = setup
         self._settings = setup.spec.config
         self._admin = admin
@@ -52,7 +56,7 @@ class Executor:
         self._failed: BaseException | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises SetupError when no node takes rollouts."""
+        """Raises SetupError when no node can be used, or none has come for `ray.patience_s`."""
         try:
             await self._members.first_node()
         except BaseException:
@@ -133,11 +137,8 @@ class Executor:
                 node = min(free, key=lambda one: one.running / one.capacity)
                 node.running += 1
                 return node
-            if self._members.none_for_s > self._settings.ray.patience_s:
-                raise TrainingFailed(
-                    f"no Ray node has taken rollouts for {self._settings.ray.patience_s:.0f} s "
-                    f"(rollouts.ray.patience_s): {self._members.why_none}. Run the same command again to go on"
-                )
+            if (why := self._members.given_up) is not None:
+                raise TrainingFailed(why)
             await self._members.wait_for_change()
 
     async def _bring(self, node: Node, task: Task) -> None:

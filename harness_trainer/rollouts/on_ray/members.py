@@ -27,7 +27,7 @@ LOOK_S = 1.0  # between two looks at who is in the cluster
 START_S = 120.0  # for a node to start a worker: a Python process that imports this package
 OPEN_S = 1200.0  # for it to be ready: agents may be installed there first
 CLOSE_S = 45.0
-SETTLE_S = 10.0  # for a first node, in a cluster that is being started
+SETTLE_S = 10.0  # for Ray to say that a node has left, after a worker on it was lost
 _AGAIN_S = 10.0  # after a worker was lost or could not be opened; doubled each time, up to
 _AGAIN_MAX_S = 300.0
 SILENT_S = 120.0  # a worker that has not answered for so long hangs; Ray sees only processes and hosts that are gone
@@ -84,6 +84,7 @@ class Members:
         tell: Callable[..., None],
         look_s: float = LOOK_S,
         silent_s: float = SILENT_S,
+        settle_s: float = SETTLE_S,
     ) -> None:
         self.open: dict[str, Node] = {}  # by the node's id
         self.changed = asyncio.Event()
@@ -93,21 +94,29 @@ class Members:
         self._tell = tell
         self._look_s = look_s
         self._silent_s = silent_s
+        self._settle_s = settle_s
         self._reference: Any = None
         self._here: NodeFacts = facts_here()
         self._opening: dict[str, asyncio.Task[None]] = {}
         self._watching: set[asyncio.Task[None]] = set()
         self._problems: dict[str, str] = {}  # of nodes that take none now
+        self._lost_at: dict[str, float] = {}  # monotonic: of those, where a worker was lost while it was opened
         self._again: dict[str, tuple[float, float]] = {}  # not before (monotonic), and how long was waited
         self._none_since = time.monotonic()
 
     @property
-    def none_for_s(self) -> float:
-        """How long no node has been open; 0 = one is."""
-        return 0.0 if self.open else time.monotonic() - self._none_since
+    def given_up(self) -> str | None:
+        """Why the run ends, once no node has been open for `ray.patience_s`; None = it does not."""
+        patience_s = self._settings.ray.patience_s
+        if self.open or time.monotonic() - self._none_since <= patience_s:
+            return None
+        return (
+            f"no Ray node has taken rollouts for {patience_s:.0f} s (rollouts.ray.patience_s): {self._why_none}. "
+            "Run the same command again to go on"
+        )
 
     @property
-    def why_none(self) -> str:
+    def _why_none(self) -> str:
         return "; ".join(dict.fromkeys(self._problems.values())) or NO_NODES
 
     def ready(self) -> list[Node]:
@@ -140,19 +149,37 @@ class Members:
         node.worker.kill()
 
     async def first_node(self) -> None:
-        """Until one is open. Raises SetupError when none takes rollouts."""
+        """Until one is open. Where none is there it waits for one, as a run whose nodes are all gone: before anything
+        was started there was one, and this may be a runner that was started again. Raises SetupError when one that is
+        there cannot be used, and when none has come for `ray.patience_s`.
+        """
         self._reference = await self._cluster.put(self._setup)
-        settled = time.monotonic() + SETTLE_S
+        has_told = False
         while not self.open:
             try:
                 await self._compare(await self._cluster.nodes())
             except WorkerLost as error:
                 raise SetupError(str(error)) from error
-            if self._problems and not self._opening:
-                raise SetupError(self.why_none)
-            if not self._opening and time.monotonic() > settled:
-                raise SetupError(NO_NODES)
+            if not self._opening:
+                if self._problems and not self._may_have_left():
+                    raise SetupError(self._why_none)
+                if (why := self.given_up) is not None:
+                    raise SetupError(why)
+                if not has_told and not self._problems:
+                    has_told = True
+                    self._tell_of_waiting()
             await self.wait_for_change()
+
+    def _may_have_left(self) -> bool:
+        """Whether each node that takes none may be about to leave: Ray says so a moment after its worker is lost."""
+        since = time.monotonic() - self._settle_s
+        return all(self._lost_at.get(node_id, since) > since for node_id in self._problems)
+
+    def _tell_of_waiting(self) -> None:
+        patience = f"{self._settings.ray.patience_s:.0f} s (rollouts.ray.patience_s)"
+        line = f"waiting up to {patience} for a Ray node, as none is there that takes rollouts: {NO_NODES}"
+        log.warning("%s", line)
+        self._tell("waiting_for_node", line)
 
     async def look(self) -> None:
         """For ever: who has come, who has left."""
@@ -173,6 +200,7 @@ class Members:
             self.lose(self.open[node_id], "it has left the cluster")
         for node_id in set(self._problems) - ids:
             del self._problems[node_id]
+            self._lost_at.pop(node_id, None)
         for info in alive:
             known = info.node_id in self.open or info.node_id in self._opening
             wait_until, _ = self._again.get(info.node_id, (0.0, 0.0))
@@ -194,6 +222,8 @@ class Members:
             problem = str(error)
         except (WorkerLost, WorkerFailed) as error:
             problem = f"the worker on Ray node {info.name} failed: {error}"
+            if isinstance(error, WorkerLost):
+                self._lost_at.setdefault(info.node_id, time.monotonic())
         except Exception as error:  # nobody foresaw it: the node is named, left out, and tried again like any other
             log.exception("no worker could be opened on Ray node %s", info.name)
             problem = f"no worker could be opened on Ray node {info.name}: {type(error).__name__}: {error}"
@@ -207,6 +237,7 @@ class Members:
             self._watching.add(watching)
             watching.add_done_callback(self._watching.discard)
             self._problems.pop(info.node_id, None)
+            self._lost_at.pop(info.node_id, None)
             log.info("Ray node %s takes rollouts: %d at once", info.name, node.capacity)
         else:
             if self._problems.get(info.node_id) != problem:
