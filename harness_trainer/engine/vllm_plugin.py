@@ -8,6 +8,7 @@ each of vLLM's processes.
 from __future__ import annotations
 
 BACKEND = "shm"
+PLUGIN = "harness_trainer_shm"  # of this module in pyproject.toml, as VLLM_PLUGINS knows it
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import statistics
@@ -29,7 +30,7 @@ from harness_trainer.learner.store_source import StoreGroupSource
 from harness_trainer.rollouts.__main__ import RUNNER_ERROR
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Outcome
-from harness_trainer.rundir import append_line, filesystem_errors, write_atomically
+from harness_trainer.rundir import RunDir, append_line, filesystem_errors, write_atomically
 
 if TYPE_CHECKING:
     from harness_trainer.learner.ranks import Ranks
@@ -114,8 +115,6 @@ def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Repl
 
     resume_from, run_name = _go_on(spec, store)
     transfer = _transfer(spec, store, engine)
-    # On demand: `kill -USR1` has the next update compared with the engine's weights.
-    signal.signal(signal.SIGUSR1, lambda *_: transfer.compare_next())
     run_learner(
         spec.config,
         model_path=spec.model_path,
@@ -157,7 +156,7 @@ def _go_on(spec: LearnerSpec, store: RolloutStore) -> tuple[Path | None, str]:
     _forget_steps_after(spec.metrics, after_step)
     settle(store, state)
     run_name = go_on(spec.config.report_to, store, spec.metrics.parent, after_step=after_step)
-    for folder in filter(None, (spec.transfer_dir, spec.keep_weights)):
+    for folder in filter(None, (spec.transfer_dir, spec.keep_weights, RunDir(spec.metrics.parent).internal)):
         remove_unsent(folder)  # of a learner that was killed while it sent them
     return resume_from, run_name
 
@@ -167,6 +166,19 @@ def _transfer(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | R
     from harness_trainer.learner.continuing import announce
     from harness_trainer.learner.engine_calls import engine_version
     from harness_trainer.learner.transfers import make_replicated, make_transfer
+    from harness_trainer.learner.weight_check import take_request
+
+    run = RunDir(spec.metrics.parent)
+    with filesystem_errors(run.path):
+        run.internal.mkdir(parents=True, exist_ok=True)
+
+    def tell(version: int) -> None:
+        """Before each update: of its version, and whether it is to be compared with the engine's weights."""
+        announce(store, version)
+        with filesystem_errors(run.path):
+            asked = take_request(run.path)
+        if asked:
+            transfer.compare_next()
 
     engine_url = engine.reach()
     store.set_state(ENGINE_VERSION, engine_version(engine_url))
@@ -175,9 +187,11 @@ def _transfer(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | R
         if isinstance(engine, Replicas)
         else partial(make_transfer, spec.config, engine_url)
     )
-    return make(
-        directory=spec.transfer_dir, keep_weights=spec.keep_weights, announce=lambda version: announce(store, version)
+    # The run's own disk is where the weights go when memory has no room: the engine sees it in every layout.
+    transfer: Transfer = make(
+        directory=spec.transfer_dir, keep_weights=spec.keep_weights, announce=tell, fallback_dir=run.internal
     )
+    return transfer
 
 
 def _write_down(metrics: Path, store: RolloutStore, report: StepReport) -> None:
@@ -230,6 +244,8 @@ def main() -> int:
     if spec.config.num_processes > 1 and os.environ.get("RANK", "0") != "0":
         return _help(spec)
     signal.signal(signal.SIGTERM, _interrupt)
+    logging.basicConfig(format="%(message)s")  # to stderr, which is the learner's log
+    logging.getLogger("harness_trainer").setLevel(logging.INFO)
     store = RolloutStore(spec.store)
     store.set_state(LEARNER_ERROR, "")
     engine = _presence(spec, store)

@@ -58,7 +58,8 @@ class AdapterTransfer:
         self._announce(version)
 
     def compare_next(self) -> None:
-        """Nothing to compare: the engine reads the very files that were written, each under a name of its own."""
+        """Nothing to compare."""
+        logger.info("adapters are not compared: the engine reads the very files, each version under a name of its own")
 
     def folder_of(self, version: int) -> Path:
         """Where the adapter of `version` is to be written before `publish`."""

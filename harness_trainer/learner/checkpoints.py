@@ -63,14 +63,17 @@ def begin(checkpoint: Path) -> None:
 def complete(checkpoint: Path, state: HarnessState, *, keep: int | None) -> None:
     """All else of the checkpoint is written: put it on the disk, mark it, and remove all older ones but `keep` - 1.
 
-    `keep` None = none is removed. Raises OSError when the disk does not take it.
+    Of those that a kill cut off none is kept: they would take the place of whole ones. `keep` None = none is removed.
+    Raises OSError when the disk does not take it.
     """
     sync_tree(checkpoint)
     sync(checkpoint.parent)
     write_state(checkpoint, state)
     if keep is not None:
-        older = sorted(path for path in _by_step(checkpoint.parent).items() if path[0] < state.step)
-        for _, path in older[: max(0, len(older) - (keep - 1))]:
+        older = sorted(item for item in _by_step(checkpoint.parent).items() if item[0] < state.step)
+        whole = [path for step, path in older if _is_complete(path, step)]
+        kept = whole[max(0, len(whole) - (keep - 1)) :]
+        for path in (path for _, path in older if path not in kept):
             begin(path)  # a half removed one is none
             shutil.rmtree(path)
 
@@ -109,10 +112,14 @@ def read_state(checkpoint: Path) -> HarnessState:
 def last_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step below `folder`; what was cut off while saving is passed over."""
     for step, path in sorted(_by_step(folder).items(), reverse=True):
-        state = _complete_state(path)
-        if state is not None and state.step == step:
+        if _is_complete(path, step):
             return path
     return None
+
+
+def _is_complete(checkpoint: Path, step: int) -> bool:
+    state = _complete_state(checkpoint)
+    return state is not None and state.step == step
 
 
 def _by_step(folder: Path) -> dict[int, Path]:

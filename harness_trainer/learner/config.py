@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from harness_trainer.errors import ConfigError
 from harness_trainer.learner.objective_config import ObjectiveConfig
 from harness_trainer.learner.sync_config import LoraConfig, LoraSync, ShmSync, VerifySync, WeightSync
 
@@ -37,7 +38,9 @@ class LearnerConfig(BaseModel):
     max_grad_norm: float = Field(1.0, ge=0, description="gradient clipping; 0 is off")
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the trained weights; float32 keeps the ratio exact"
+        "float32",
+        description="that the model is computed in; what is trained is kept in float32, a frozen base (lora) in this."
+        " float32 keeps the ratio exact",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if there is one")
     num_processes: int = Field(1, ge=1, description="processes of the learner, on all its machines together")
@@ -57,12 +60,37 @@ class LearnerConfig(BaseModel):
         default_factory=ShmSync, description="how weights go to the engine (lora: the adapter alone, by its name)"
     )
     verify_sync: VerifySync = Field(
-        "start", description="compare a sample of weights with the engine's: after the first update, each, or none"
+        "start",
+        description="compare a sample of weights with the engine's: after the first update, each, or none (and after"
+        " the next one when a person creates the file verify-now in the run folder); never also"
+        " lets a run go on whose first step shows that engine and learner compute different log-probabilities",
     )
     seed: int = Field(0, ge=0, description="seed of the learner")
     report_to: list[str] = Field(
         default_factory=list, description="experiment trackers beside metrics.jsonl: tensorboard, trackio, wandb, ..."
     )
+
+    @property
+    def weights_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Of the model's weights in memory. In bfloat16 an update as small as a learning rate would be rounded away."""
+        return "float32" if self.lora is None else self.dtype
+
+    @model_validator(mode="after")
+    def _optimizer_fits_layout(self) -> Self:
+        if self.optimizer != "adafactor" or self.num_processes == 1:
+            return self
+        from harness_trainer.learner.launch import is_sharded
+
+        try:
+            sharded = is_sharded(self)
+        except ConfigError:  # a file of another machine's: the learner looks there
+            return self
+        if sharded:
+            raise ValueError(
+                f"optimizer adafactor factors whole matrices, which accelerate_config {self.accelerate_config} shards "
+                "(FSDP): use adamw_torch or sgd, or accelerate_config ddp"
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapter_to_send(self) -> Self:

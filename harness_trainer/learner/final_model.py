@@ -7,6 +7,7 @@ are in that format already, and merging an adapter is a process of its own. Call
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from harness_trainer.errors import ConfigError, SetupError
 from harness_trainer.learner.checkpoints import HarnessState, last_checkpoint, read_state
-from harness_trainer.learner.model_card import CardFacts, model_card, public
+from harness_trainer.learner.model_card import CardFacts, base_name, model_card
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rundir import RunDir, filesystem_errors, sync, sync_tree
 
@@ -60,11 +61,12 @@ def write_final_model(
             _put(source, fresh / source.name)
         for source in _files(base_model, _OF_BASE):
             _put(source, fresh / source.name)
+        facts = _facts(run, state, base_model, adapter)
         if adapter == "alone":
-            _name_base(fresh, _facts(run, state, adapter))
+            _name_base(fresh, facts)
         else:
             _restore_settings(fresh, base_model)
-        (fresh / "README.md").write_text(model_card(_facts(run, state, adapter)), encoding="utf-8")
+        (fresh / "README.md").write_text(model_card(facts), encoding="utf-8")
         sync_tree(fresh)  # its name says that it is whole
         if target.exists():
             target.rename(old)
@@ -89,14 +91,17 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _put(source: Path, target: Path) -> None:
-    """A second name for the same bytes where the disk can do that: nobody rewrites a weight file in place."""
+    """Weights by a second name for the same bytes where the disk can do that; all else is copied.
+
+    Who saves into the folder gets a new file of weights from safetensors, but writes text files in place.
+    """
     source = source.resolve()
-    if target.exists():
-        target.unlink()
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    target.unlink(missing_ok=True)
+    if target.suffix == ".safetensors":
+        with contextlib.suppress(OSError):  # another disk, or one that cannot link
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
 
 
 def _merge(base_model: Path, adapter: Path, target: Path) -> None:
@@ -112,8 +117,7 @@ def _merge(base_model: Path, adapter: Path, target: Path) -> None:
 def _name_base(folder: Path, facts: CardFacts) -> None:
     """The base by its public name: where it lay on this machine means nothing to others."""
     config = folder / "adapter_config.json"
-    settings = {**_json(config), "base_model_name_or_path": public(str(facts.config["model"]))}
-    config.unlink()  # it may be the checkpoint's own
+    settings = {**_json(config), "base_model_name_or_path": base_name(facts)}
     config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -121,13 +125,12 @@ def _restore_settings(folder: Path, base_model: Path) -> None:
     """Undo what only training needed: recomputing activations turns the key-value cache off."""
     ours, theirs = _json(folder / "config.json"), _json(base_model / "config.json")
     if ours.get("use_cache") is False and theirs.get("use_cache", True):
-        (folder / "config.json").unlink()  # it may be the checkpoint's own
         (folder / "config.json").write_text(json.dumps({**ours, "use_cache": True}, indent=2) + "\n", encoding="utf-8")
     if not (folder / "generation_config.json").exists() and (base_model / "generation_config.json").is_file():
         shutil.copyfile(base_model / "generation_config.json", folder / "generation_config.json")
 
 
-def _facts(run: RunDir, state: HarnessState, adapter: str) -> CardFacts:
+def _facts(run: RunDir, state: HarnessState, base_model: Path, adapter: str) -> CardFacts:
     import yaml
 
     store = RolloutStore(run.store)
@@ -137,11 +140,14 @@ def _facts(run: RunDir, state: HarnessState, adapter: str) -> CardFacts:
     finally:
         store.close()
     lines = run.metrics.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if run.metrics.exists() else []
+    config = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    cached = "models--" + str(config["model"]).replace("/", "--")  # the Hub's cache calls a download's folder so
     return CardFacts(
         run=run.path.name,
         step=state.step,
         policy_version=state.policy_version,
-        config=yaml.safe_load(run.config.read_text(encoding="utf-8")),
+        config=config,
+        on_hub=cached in base_model.parts,
         steps=[line for line in map(json.loads, lines) if line["step"] <= state.step],
         outcomes=outcomes,
         versions={**_versions(), **({"vllm": engine} if engine else {})},

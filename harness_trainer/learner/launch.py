@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -79,11 +80,28 @@ def accelerate_arguments(config: LearnerConfig, spec: Path, machine_rank: int) -
     return [*argv, "-m", "harness_trainer.learner", "--spec", str(spec)]
 
 
+def is_sharded(config: LearnerConfig) -> bool:
+    """Whether its processes each hold a shard of the model. Raises ConfigError for a file that cannot be read."""
+    if config.num_processes == 1:
+        return False
+    return bool(_settings(config_file(config.accelerate_config)).get("distributed_type") == "FSDP")
+
+
 def _num_machines(file: Path) -> int:
     try:
-        return int(yaml.safe_load(file.read_text(encoding="utf-8")).get("num_machines") or 1)
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        return int(_settings(file).get("num_machines") or 1)
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read as a configuration of accelerate's: {error}") from error
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read as a configuration of accelerate's: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} cannot be read as a configuration of accelerate's: it is no mapping")
+    return settings
 
 
 def main() -> int:

@@ -159,7 +159,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "perf/forwarded_tok_s_<base>", "tokens/s", "by compute time (`fwd_bwd`) or all time (`wall_clock`)", True
         ),
         Metric("perf/trained_tok_s_wall_clock", "tokens/s", "trained tokens by all time", True),
-        Metric("perf/mfu_<base>", "share", "of the GPU's peak FLOPs, on the same two bases; absent on a CPU", True),
+        Metric(
+            "perf/mfu_<base>",
+            "share",
+            "of the GPU's peak FLOPs, on the same two bases; absent on a CPU and where TRL cannot estimate a model's",
+            True,
+        ),
     ),
     "Batch": (
         Metric("batch/trained_per_forwarded", "ratio", "trained tokens by distinct tokens that went through the model"),

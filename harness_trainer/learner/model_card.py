@@ -1,7 +1,7 @@
 """The README of a trained model: what it was made from, how, and what came of it. Text only; `final_model` writes it.
 
-A card is meant to be published, so nothing of the machine is in it: paths are cut to their last part, addresses lose
-what comes before the host and after the path.
+A card is meant to be published, so nothing of the machine is in it: paths are cut to their last part, also inside a
+command, and addresses lose what comes before the host and after the path.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 _MAX_ROWS = 20  # of the table of rewards
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# An address, or an absolute path: at the start of a word, or right behind a flag of one letter (-I/usr/include).
+_ADDRESS_OR_PATH = re.compile(
+    r"""(?P<scheme>[A-Za-z][\w+.-]*)://(?:[^\s/"']*@)?(?P<rest>[^\s?#"']*)(?:[?#][^\s"']*)?"""
+    r"""|(?:(?<![\w./~-])|(?<=\s-\w))(?P<path>(?:~[\w.-]*|\.{1,2})?/[^\s:,;"']*)"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class CardFacts:
     steps: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl up to `step`
     outcomes: Mapping[str, int]  # finished rollouts of the run by outcome
     versions: Mapping[str, str]  # libraries
+    on_hub: bool = False  # config["model"] is a name on the Hub; False = a folder on some machine, or the demo model
     adapter: str = (
         ""  # "" = a whole model, `merged` = with the adapter in its weights, `alone` = an adapter without its base
     )
@@ -42,9 +46,8 @@ def model_card(facts: CardFacts) -> str:
 
 
 def _front_matter(facts: CardFacts) -> list[str]:
-    model = str(facts.config.get("model", ""))
     # Only a name on the Hub may stand there; a folder on some machine would be a broken link.
-    base = [f"base_model: {model}"] if _HUB_ID.fullmatch(model) else []
+    base = [f"base_model: {base_name(facts)}"] if facts.on_hub else []
     library = "peft" if facts.adapter == "alone" else "transformers"
     tags = ["harness-trainer", "reinforcement-learning", "grpo", "agent"]
     return [
@@ -59,7 +62,7 @@ def _front_matter(facts: CardFacts) -> list[str]:
 
 
 def _heading(facts: CardFacts) -> list[str]:
-    model = public(str(facts.config.get("model", "?")))
+    model = base_name(facts)
     kind = {"": "", "merged": " The LoRA adapter is merged into the weights.", "alone": " This is a LoRA adapter."}
     return [
         "",
@@ -78,7 +81,7 @@ def _training(facts: CardFacts) -> list[str]:
     objective: Mapping[str, Any] = learner.get("objective") or {}
     env: Mapping[str, Any] = config.get("env") or {}
     rows = [
-        ("Base model", public(str(config.get("model", "?")))),
+        ("Base model", base_name(facts)),
         ("Tasks", public(str(config.get("tasks", "?"))) if env.get("type", "own") == "own" else _short(env)),
         (
             "Agent (harness)",
@@ -92,11 +95,18 @@ def _training(facts: CardFacts) -> list[str]:
             f"{facts.step}, each on {learner.get('groups_per_step', '?')} groups of {rollouts.get('group_size', '?')}",
         ),
         ("Policy version", f"v{facts.policy_version}"),
-        ("Precision", str(learner.get("dtype", "?"))),
+        ("Precision", _precision(learner)),
         ("Rollouts of the run", _short(facts.outcomes) or "not known"),
         ("Trained tokens", _total(facts.steps, "trained_tokens")),
     ]
     return ["", "## Training", "", "| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)]
+
+
+def _precision(learner: Mapping[str, Any]) -> str:
+    dtype = str(learner.get("dtype", "?"))
+    if dtype != "bfloat16":
+        return dtype
+    return "bfloat16, the adapter in float32" if learner.get("lora") else "computed in bfloat16, trained in float32"
 
 
 def _rewards(facts: CardFacts) -> list[str]:
@@ -137,12 +147,28 @@ def _details(facts: CardFacts) -> list[str]:
     ]
 
 
+def base_name(facts: CardFacts) -> str:
+    """The base model as others may know it: its name on the Hub, or that of its folder."""
+    model = str(facts.config.get("model", "?"))
+    return model if facts.on_hub else _last_part(model)
+
+
 def public(text: str) -> str:
-    """The text without what belongs to one machine. Example: public("/home/me/tasks") == "tasks"."""
-    if "://" in text:
-        parts = urlsplit(text)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-    return text.rstrip("/").rpartition("/")[2] or text if text.startswith(("/", "~", ".")) else text
+    """The text without what belongs to one machine. Example: public("cmd:/home/me/agent --x") == "cmd:agent --x"."""
+    if "://" not in text and text.startswith(("/", "~", ".")):
+        return _last_part(text)  # whatever is in it, blanks too
+    return _ADDRESS_OR_PATH.sub(_public_part, text)
+
+
+def _public_part(found: re.Match[str]) -> str:
+    if found["path"] is not None:
+        return _last_part(found["path"])
+    scheme, rest = found["scheme"], found["rest"]
+    return f"{scheme}:{_last_part(rest)}" if rest.startswith("/") else f"{scheme}://{rest}"  # file:///home/me/x
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2] or path
 
 
 def _public_values(value: Any) -> Any:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness_trainer.errors import SetupError
+from harness_trainer.errors import SetupError, TrainingFailed
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 
@@ -35,13 +36,17 @@ class SameCheckpoints:
     optimizer: Any
 
     def require_shardable(self) -> None:
-        """Raises SetupError for what cannot be put together again, before anything is trained."""
+        """Raises SetupError for what cannot be put together again, before anything is sharded; sets its precision."""
         if not self.is_fsdp_enabled:
             return
         if not self.accelerator.is_fsdp2:
             raise SetupError("the accelerate config asks for the first FSDP: set fsdp_version to 2 in it")
         if self.args.optim == "adafactor":
             raise SetupError("adafactor factors whole matrices, which FSDP2 shards: use optimizer adamw_torch or sgd")
+        if self.args.bf16:
+            # Accelerate's own choice would round gradients before they are added up, and log-probabilities.
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.is_fsdp_enabled:
@@ -94,14 +99,28 @@ class SameCheckpoints:
         if self.is_fsdp_enabled and resume_from_checkpoint is not None:
             self.is_fsdp_enabled = False  # not sharded yet: loaded as one process loads it
             try:
-                super()._load_from_checkpoint(resume_from_checkpoint)  # type: ignore[misc]
+                self._load_from_checkpoint(resume_from_checkpoint)
             finally:
                 self.is_fsdp_enabled = True
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self.is_fsdp_enabled:  # else it was, before the model was sharded
+        if self.is_fsdp_enabled:
+            return  # it was loaded before the model was sharded
+        if hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        # Transformers' trainer looks for the model's own names, and passes over what a checkpoint names otherwise, as
+        # it does the experts of a mixture: they would be the base model's again.
+        saved, report = type(self.model).from_pretrained(
+            resume_from_checkpoint, dtype=self.model.dtype, output_loading_info=True
+        )
+        if report["missing_keys"]:
+            raise TrainingFailed(
+                f"{resume_from_checkpoint} lacks {sorted(report['missing_keys'])[0]!r}: remove that folder, and the"
+                " same command continues from the checkpoint before"
+            )
+        self.model.load_state_dict(saved.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self.is_fsdp_enabled or checkpoint is None:

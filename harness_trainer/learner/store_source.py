@@ -21,6 +21,7 @@ class StoreGroupSource:
     `starved_after_s` bounds how long the learner may wait while no rollout starts or ends; `alive` says whether groups
     can still come (None = yes, else one line that says what died). While an evaluation is due or under way, every
     `evaluate_every` steps (None = never), no group is handed out: a step would change the policy that is evaluated.
+    That holds while the engine is away, too: a learner that waits sends the same weights to the next one.
     `engine_number` says which engine has the policies that `policy_changed` tells of (None = there is only one; of
     several replicas, by replica, those that were sent it).
     """
@@ -65,7 +66,8 @@ class StoreGroupSource:
             time.sleep(POLL_S)
 
     def _is_evaluated(self) -> bool:
-        return self._evaluate_every is not None and self._store.due_evaluation(self._evaluate_every) is not None
+        every = self._evaluate_every
+        return every is not None and self._store.due_evaluation(every, may_be_away=True) is not None
 
     def on_trained(self, group_ids: Sequence[int], step: int) -> None:
         self._store.mark_trained(list(group_ids), step)

@@ -176,6 +176,7 @@ def _trainer(
         objective=config.objective,
         ranks=ranks,
         adapter_sync=isinstance(config.weight_sync, LoraSync),
+        ends_on_other_policy=config.verify_sync != "never",
         lora=config.lora,
         model=str(model_path),
         args=trainer_arguments(config, output_dir, temperature),
@@ -221,9 +222,8 @@ def trainer_arguments(config: LearnerConfig, output_dir: Path, temperature: floa
         adam_beta2=config.adam_beta2,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
-        dtype=config.dtype,
-        # Mixed precision would recompute log-probabilities in another precision than the engine's.
-        bf16=False,
+        dtype=config.weights_dtype,
+        bf16=config.dtype != config.weights_dtype,  # mixed precision: computed in bfloat16 on float32 weights
         use_cpu=config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()),
         activation_checkpointing=config.gradient_checkpointing,
         save_strategy="steps",

@@ -22,6 +22,7 @@ def make_replicated(
     directory: Path,
     keep_weights: Path | None,
     announce: Callable[[int], None],
+    fallback_dir: Path | None = None,
 ) -> ReplicatedWeights | ReplicatedAdapters:
     """The same for several replicas of the engine. Raises ConfigError."""
     if isinstance(config.weight_sync, NcclSync):
@@ -39,7 +40,7 @@ def make_replicated(
     return ReplicatedWeights(
         replicas,
         lambda replica, url: ShmWeightTransfer(
-            url, directory=directory, keep_dir=keep_weights, verify=config.verify_sync
+            url, directory=directory, keep_dir=keep_weights, fallback_dir=fallback_dir, verify=config.verify_sync
         ),
         announce=announce,
     )
@@ -52,8 +53,11 @@ def make_transfer(
     directory: Path,
     keep_weights: Path | None,
     announce: Callable[[int], None],
+    fallback_dir: Path | None = None,
 ) -> ShmWeightTransfer | NcclWeightTransfer | AdapterTransfer:
-    """`directory` is seen by trainer and engine; `keep_weights` as in the run's config. Raises ConfigError."""
+    """`directory`, and `fallback_dir` where that is too small, are seen by trainer and engine; `keep_weights` is as in
+    the run's config. Raises ConfigError.
+    """
     kind = config.weight_sync
     if keep_weights is not None and kind.type != "shm":
         raise ConfigError(f"keep_weights keeps what weight_sync shm writes; with weight_sync {kind.type} leave it out")
@@ -70,5 +74,10 @@ def make_transfer(
     if isinstance(kind, LoraSync):
         return AdapterTransfer(engine_url, directory=directory / "adapters", announce=announce)
     return ShmWeightTransfer(
-        engine_url, directory=directory, keep_dir=keep_weights, verify=config.verify_sync, announce=announce
+        engine_url,
+        directory=directory,
+        keep_dir=keep_weights,
+        fallback_dir=fallback_dir,
+        verify=config.verify_sync,
+        announce=announce,
     )

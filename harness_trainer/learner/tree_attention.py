@@ -53,18 +53,18 @@ def sdpa_tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of N packed tokens in S segments, in the signature of TRL's `tree_attention`.
 
-    query (1, Hq, N, D), key and value (1, Hkv, N, D) with Hq a multiple of Hkv; tree_kv_index (K) the packed
-    positions of all paths end to end; tree_cu_seqlens_q, tree_cu_seqlens_k (S + 1) the segments' bounds in the packed
-    row and the paths' bounds in tree_kv_index. `scaling` None = 1/sqrt(D). `sliding_window` w: a query sees itself and
-    the w - 1 keys before it on its path. Returns (1, N, Hq, D). Dropout is ignored, as TRL does. `block` is the number
-    of queries per SDPA call; it changes speed and memory only.
+    query (1, Hq, N, D), key (1, Hkv, N, D), value (1, Hkv, N, Dv) with Hq a multiple of Hkv; tree_kv_index (K) the
+    packed positions of all paths end to end; tree_cu_seqlens_q, tree_cu_seqlens_k (S + 1) the segments' bounds in the
+    packed row and the paths' bounds in tree_kv_index. `scaling` None = 1/sqrt(D). `sliding_window` w: a query sees
+    itself and the w - 1 keys before it on its path. Returns (1, N, Hq, Dv). Dropout is ignored, as TRL does. `block` is
+    the number of queries per SDPA call; it changes speed and memory only.
 
     Raises SetupError for `softcap`, which SDPA cannot do.
     """
     if softcap:
         raise SetupError(
             "this model soft-caps its attention, which needs FlashAttention 3: use a Hopper GPU with"
-            " `pip install kernels`, or another model"
+            " `pip install kernels` and learner.dtype bfloat16, or another model"
         )
     window = sliding_window or None
     # Under autocast the rotary embedding may leave query and key in float32 beside a bfloat16 value.
@@ -149,7 +149,7 @@ class _TreeAttention(torch.autograd.Function):
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], value.shape[2])  # values may have heads of another size
         with torch.autocast(query.device.type, enabled=False):
             for block in blocks:
                 q = query[:, block.q_start : block.q_end]

@@ -19,18 +19,21 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from harness_trainer.engine.prepare import checkpoint_shapes
 from harness_trainer.errors import HarnessTrainerError, SetupError, TrainingFailed
 from harness_trainer.learner import checkpoints
 from harness_trainer.learner.base_weights import base_weights_kept
 from harness_trainer.learner.checkpoints import HarnessState
 from harness_trainer.learner.engine_presence import OneEngine, Sending
 from harness_trainer.learner.feeder import GroupFeeder
+from harness_trainer.learner.flops import nan_where_unknown
 from harness_trainer.learner.nccl_transfer import Manifest, NcclWeightTransfer
 from harness_trainer.learner.objective import ObjectiveLoss, objective
 from harness_trainer.learner.objective_config import ObjectiveConfig
 from harness_trainer.learner.packed_loss import Reference, score, sum_spread_rollouts, terms_of
 from harness_trainer.learner.ranks import Ranks, shard_on_cpu_too
-from harness_trainer.learner.sent_weights import manifest, with_tied_head
+from harness_trainer.learner.same_policy import look, without_dropout
+from harness_trainer.learner.sent_weights import SentWeights
 from harness_trainer.learner.sharded_state import SameCheckpoints, whole
 from harness_trainer.learner.shares import share_out
 from harness_trainer.learner.step_batch import StepBatch
@@ -42,6 +45,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft
     import trl.trainer.utils as trl_utils
+    from peft.utils.error import PeftError
     from transformers import AttentionInterface, PrinterCallback
     from transformers.utils import logging as transformers_logging
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -126,10 +130,14 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
         model: str,
         ranks: Ranks,
         adapter_sync: bool,
+        ends_on_other_policy: bool = True,
         lora: LoraConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        """`feeder` is None on all processes but the main one. `adapter_sync`: the adapter alone goes to the engine."""
+        """`feeder` is None on all processes but the main one. `adapter_sync`: the adapter alone goes to the engine.
+
+        `ends_on_other_policy`: the run ends when the first step shows that the engine samples another (`same_policy`).
+        """
         _without_cuda()
         shard_on_cpu_too()
         self.ranks = ranks
@@ -139,27 +147,33 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
         self.last_step: StepBatch | None = None
         self.sync_s: float | None = None
         self.engine: Sending = OneEngine()
+        self._start_path, self._ends_on_other_policy = model, ends_on_other_policy
         self._noted: dict[str, list[Any]] = defaultdict(list)  # metrics of this process's part of the step
         if lora is not None:
             kwargs["peft_config"] = peft_config(lora)
         super().__init__(model=model, rollout_worker=feeder, **kwargs)
+        without_dropout(self.model)
         self.require_shardable()
         self.model_version = harness_state.policy_version
-        use_attention_that_runs_here()
+        use_attention_that_runs_here(is_float32=self.args.dtype == "float32" and not self.args.bf16)
         self._lora_sync = adapter_sync
         trained = self.accelerator.unwrap_model(self.model)
-        if isinstance(self.weight_transfer, NcclWeightTransfer):
+        if not adapter_sync:
             named = trl_module._iter_vllm_named_params(trained)
-            self.weight_transfer.describe(manifest(with_tied_head(trained, named)))
+            self._sent = SentWeights(trained, named, checkpoint_shapes(Path(model)))
+            if isinstance(self.weight_transfer, NcclWeightTransfer):
+                self.weight_transfer.describe(self._sent.manifest(trained))
         self._reference: Reference | None = None
         if objective.kl_coef:
             self._reference = Reference(trained, lambda: self._copy_of_the_start(model))
 
     def _copy_of_the_start(self, path: str) -> Any:
-        """The weights that the run started from, also where training continues from a checkpoint."""
-        copy = trl_utils.create_model_from_path(
-            path, device_map=None, attn_implementation=TREE_ATTENTION, dtype=self.args.dtype
-        )
+        """The weights that the run started from, also where training continues from a checkpoint.
+
+        It is to compute as the model does: under FSDP2, mixed precision is weights that are put together in bfloat16.
+        """
+        dtype = "bfloat16" if self.args.bf16 and self.is_fsdp_enabled else self.args.dtype
+        copy = trl_utils.create_model_from_path(path, device_map=None, attn_implementation=TREE_ATTENTION, dtype=dtype)
         trl_utils.add_fused_lm_head(copy, temperature=self.temperature, outputs=("log_probs",))
         return copy.to(self.accelerator.device)
 
@@ -213,6 +227,9 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
                 losses.append(super().training_step(model, batch, num_items_in_batch))
         self.last_step = inputs.get("step")
         self._gather_notes(sum("is_nothing" in batch for batch in micro_batches))
+        if self.last_step is not None:
+            step, ends = self.state.global_step + 1, self._ends_on_other_policy
+            look(self._metrics["train"], self.last_step, model=self._start_path, step=step, ends=ends)
         loss: torch.Tensor = self.accelerator.reduce(torch.stack(losses).sum(), reduction="mean")
         if not torch.isfinite(loss):  # for all processes alike
             raise TrainingFailed(
@@ -246,7 +263,8 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
     ) -> torch.Tensor:
         """The micro-batch's part of the step's loss, times the number of processes; notes its metrics."""
         started = time.time()
-        reference = None if self._reference is None else self._reference.log_probs(inputs)
+        with contextlib.nullcontext() if self.is_fsdp_enabled else self.accelerator.autocast():
+            reference = None if self._reference is None else self._reference.log_probs(inputs)
         scored = score(model, inputs, aux_loss=self.aux_loss_enabled)
         self._step_forward_s += time.time() - started
         if "is_nothing" in inputs:
@@ -341,8 +359,8 @@ class HarnessGRPOTrainer(SameCheckpoints, AsyncGRPOTrainer):  # type: ignore[mis
         return t0, t0, written
 
     def _streaming_iter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, and a tied output head, each gathered when its turn comes."""
-        named = with_tied_head(self.accelerator.unwrap_model(self.model), super()._streaming_iter())
+        """Every weight as the checkpoint has it, and a tied output head, each gathered when its turn comes."""
+        named = self._sent.stream(self.accelerator.unwrap_model(self.model), super()._streaming_iter())
         return ((name, whole(tensor.detach()).to(self.accelerator.device)) for name, tensor in named)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -386,15 +404,18 @@ def build_trainer(**kwargs: Any) -> HarnessGRPOTrainer:
     transformers_logging.set_verbosity_error()
     try:
         trainer = HarnessGRPOTrainer(**kwargs)
+    except (ValueError, NotImplementedError, PeftError) as error:
+        reason = " ".join(str(error).split())
+        raise SetupError(f"this model or adapter cannot be trained here: {reason}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def use_attention_that_runs_here() -> None:
-    """After a trainer was made: TRL's constructor registers FlashAttention 3 whatever the machine is."""
-    if not flash_attention_3_available(_flash_attn):
+def use_attention_that_runs_here(*, is_float32: bool = True) -> None:
+    """After a trainer was made: TRL's constructor registers FlashAttention 3, which has no float32, on any machine."""
+    if is_float32 or not flash_attention_3_available(_flash_attn):
         AttentionInterface.register(TREE_ATTENTION, sdpa_tree_attention)
 
 
@@ -409,7 +430,8 @@ def fit_trl_to_this_machine() -> None:
 
 
 def _without_cuda() -> None:
-    """Replace the two functions of TRL that are wrong off CUDA. Idempotent; on CUDA they do what they did."""
+    """Replace three functions of TRL that are wrong off CUDA, or for some models; else they stay. Idempotent."""
+    trl_module.compute_flops_per_token = nan_where_unknown(trl_utils.compute_flops_per_token)
     if getattr(trl_module.get_peak_flops_per_device, "__module__", "") != __name__:
         original_peak_flops = trl_module.get_peak_flops_per_device
 

@@ -10,6 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness_trainer.errors import TrainingFailed
@@ -23,7 +24,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REQUEST = "verify-now"  # in the run folder: somebody wants the next update compared
 _NEVER = "or set learner.verify_sync to never"
+
+
+def take_request(folder: Path) -> bool:
+    """Whether somebody put `REQUEST` into the run folder; each is answered once. Raises OSError."""
+    try:
+        (folder / REQUEST).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class WeightCheck:
@@ -56,7 +67,8 @@ class WeightCheck:
         self._sent = other._sent
 
     def run(self) -> Counter[str]:
-        """Compare the latest update; how many tensors were compared in each way (`loaded`, `received`).
+        """Compare the latest update; how many tensors were compared in each way (`loaded`, `received`), or could not be
+        (`unseen`).
 
         Raises TrainingFailed naming the tensor that differs, or when the engine cannot be asked.
         """
@@ -77,6 +89,7 @@ class WeightCheck:
                 counts[self._compare(name, sample, worker.get(name))] += 1
         self.due = self._mode == "always"
         logger.info("weights compared with the engine's: %s", dict(counts))
+        _warn_of_unseen(counts)
         return counts
 
     @staticmethod
@@ -84,10 +97,12 @@ class WeightCheck:
         """How the tensor was compared. Raises TrainingFailed."""
         import torch
 
-        from harness_trainer.engine.digests import digest
+        from harness_trainer.engine.digests import UNSEEN, digest
 
         if theirs is None:
             raise TrainingFailed(f"the engine has neither loaded nor received {name!r}: restart the run, {_NEVER}")
+        if theirs["of"] == UNSEEN:
+            return UNSEEN
         ours = digest(sample.part, getattr(torch, theirs["dtype"]))
         if ours != theirs["digest"]:
             raise TrainingFailed(
@@ -95,3 +110,17 @@ class WeightCheck:
                 f"here; restart the run, and if this model's weights are changed on purpose while loading, {_NEVER[3:]}"
             )
         return theirs["of"]
+
+
+def _warn_of_unseen(counts: Counter[str]) -> None:
+    """What the engine keeps in parts, or in another form, after a transfer that keeps no copy of what it sent."""
+    from harness_trainer.engine.digests import UNSEEN
+
+    unseen, asked = counts[UNSEEN], counts.total()
+    if unseen:
+        logger.warning(
+            "%s of %d weights could be compared with the engine's, %d not: it holds those in parts or in another form,"
+            " and NCCL leaves no copy of what arrived. What speaks for them is the version, which the engine has"
+            " confirmed, and each on-policy step, whose log-probabilities are compared with the engine's",
+            asked - unseen or "none", asked, unseen,
+        )  # fmt: skip

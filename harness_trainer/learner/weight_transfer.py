@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -64,15 +63,16 @@ class ShmWeightTransfer:
     ) -> None:
         """`directory` holds one update at a time; whoever made it removes it when this process was killed.
 
-        `fallback_dir` (None = the temp folder) is used, with a warning, when `directory` is too small. `announce` is
-        told each version before the engine can sample under its name. Seconds: `control_timeout_s` per pause, resume
-        or version call, `load_timeout_s` for the engine to load a file, `write_timeout_s` to gather and write one,
+        `fallback_dir` (None = none) is used, with a warning, when `directory` is too small; whoever names it has
+        `remove_unsent` look there too, and the engine must see both under the same path. `announce` is told each
+        version before the engine can sample under its name. Seconds: `control_timeout_s` per pause, resume or version
+        call, `load_timeout_s` for the engine to load a file, `write_timeout_s` to gather and write one,
         `cleanup_timeout_s` per call while cleaning up after a failure.
         """
         self.keep_dir = keep_dir
         self.last_timings: dict[str, float] = {}  # seconds: write, pause, load, verify, resume of the latest sync
         self._directory = directory
-        self._fallback_dir = fallback_dir or Path(tempfile.gettempdir())
+        self._folders = [directory, *([fallback_dir] if fallback_dir else [])]
         self._announce = announce
         self._load_s = load_timeout_s
         self._write_s = write_timeout_s
@@ -208,13 +208,13 @@ class ShmWeightTransfer:
             if _free_bytes(self.keep_dir) < size + _SPARE_BYTES:
                 raise TrainingFailed(f"{self.keep_dir} has no room for {size / 2**20:.0f} MiB of weights; free space")
             return self.keep_dir
-        for folder in (self._directory, self._fallback_dir):
+        for folder in self._folders:
             if _free_bytes(folder) >= size + _SPARE_BYTES:
                 if folder != self._directory:
                     logger.warning("%s has no room for the weights; using %s, which is slower", self._directory, folder)
                 return folder
         room = f"room for {size / 2**20:.0f} MiB of weights"
-        raise TrainingFailed(f"neither {self._directory} nor {self._fallback_dir} has {room}; free space")
+        raise TrainingFailed(f"{' and '.join(map(str, self._folders))} have no {room}; free space")
 
 
 def remove_unsent(directory: Path) -> None:
@@ -229,7 +229,8 @@ def _distinct(iterator: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
     for name, tensor in iterator:
         plain = tensor.detach().to("cpu").contiguous()
         pointer = plain.untyped_storage().data_ptr()
-        yield name, plain.clone() if pointer in seen else plain
+        is_part = plain.untyped_storage().nbytes() > plain.nbytes  # one of stacked experts would keep the whole stack
+        yield name, plain.clone() if is_part or pointer in seen else plain
         seen.add(pointer)
 
 

@@ -13,11 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import yaml
-
 from harness_trainer.config import RunConfig
-from harness_trainer.errors import ConfigError
-from harness_trainer.learner.launch import config_file
+from harness_trainer.learner.launch import is_sharded
 from harness_trainer.plan.amounts import Number
 from harness_trainer.plan.engine_memory import EngineMemory, engine_memory
 from harness_trainer.plan.fitting import Fit, fit
@@ -128,7 +125,7 @@ def _for_machine(
     is_assumed = "assumed" in (load.turns.source, load.first_prompt.source)
     context = None if load.context is None or is_assumed else round(max(s.load.context or 0 for s in sources))
     engine = engine_memory(config, shape, device=device, context=context)
-    learner = learner_memory(config.learner, shape, device=device, sharded=is_sharded(config))
+    learner = learner_memory(config.learner, shape, device=device, sharded=is_sharded(config.learner))
     memory = _machine_memory() if device == "cpu" and machine.memory is None else machine.memory
     verdict = fit(config, engine, learner, device=device, memory=memory, gpus=machine.gpus)
     found = pace(config, load, sources, None if nodes is None else nodes.places)
@@ -153,18 +150,6 @@ def _cost(
         in_sandboxes = sum(one.share * (one.rollout_s or 0.0) for one in plan.sources if one.sandboxes)
         total += plan.rollouts_per_hour * plan.hours * in_sandboxes / 3600 * prices.per_sandbox_hour
     return Cost(name, plan.fit.fits, plan.hours, total)
-
-
-def is_sharded(config: RunConfig) -> bool:
-    """Whether the learner's processes each hold a shard of the model. Raises ConfigError for an unreadable file."""
-    if config.learner.num_processes == 1:
-        return False
-    path = config_file(config.learner.accelerate_config)
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"learner.accelerate_config {path} cannot be read: {error}") from None
-    return isinstance(settings, dict) and settings.get("distributed_type") == "FSDP"
 
 
 def _machine_memory() -> int:

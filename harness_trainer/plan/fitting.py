@@ -64,7 +64,7 @@ def _learner(learner: LearnerMemory, memory: int) -> Fit:
         return Fit(None, ["the learner's need is not known"])
     if learner.peak <= memory:
         return Fit(True, [f"the learner leaves {gib(memory - learner.peak)} of its GPU free"])
-    ways = "learner.gradient_checkpointing, learner.dtype bfloat16, a smaller learner.token_budget, learner.lora, fsdp2"
+    ways = "learner.gradient_checkpointing, a smaller learner.token_budget, fsdp2, learner.lora with dtype bfloat16"
     return Fit(False, [f"the learner lacks {gib(learner.peak - memory)}: try {ways}"])
 
 

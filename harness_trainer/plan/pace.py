@@ -16,7 +16,7 @@ from harness_trainer.plan.workload import Workload
 
 # What a person can do about each bound.
 ADVICE = {
-    "learner": "a faster or a further GPU for the learner (learner.num_processes), shorter rollouts, bfloat16",
+    "learner": "more or faster GPUs for the learner (learner.num_processes), shorter rollouts, learner.dtype bfloat16",
     "engine": "further engine GPUs (engine.replicas, engine.tensor_parallel_size), shorter replies",
     "places": "more rollouts at a time (rollouts.max_concurrent), and machines for their sandboxes",
     "sandboxes": "more sandboxes started at a time (rollouts.max_creating), or warm ones",

@@ -79,5 +79,6 @@ def _step_rest_s(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float | None
         return None
     # AdamW reads weight, gradient and two moments, and writes all but the gradient.
     optimizer = 7 * number * size / (gpu.bandwidth * OPTIMIZER * config.learner.num_processes)
-    sent = number if config.learner.weight_sync.type == "lora" else shape.parameters
-    return optimizer + sent * (4 if config.learner.dtype == "float32" else 2) / TRANSFER
+    if config.learner.weight_sync.type == "lora":
+        return optimizer + number * size / TRANSFER
+    return optimizer + shape.parameters * (4 if config.learner.weights_dtype == "float32" else 2) / TRANSFER

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tempfile
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from harness_trainer.engine.config import EngineConfig, EngineEnvironment, build_argv, build_env
 from harness_trainer.engine.launch import Engine
 from harness_trainer.engine.prepare import ModelInfo
+from harness_trainer.engine.vllm_plugin import PLUGIN
 from harness_trainer.errors import EngineFailed, SetupError
 
 MODEL = ModelInfo(path=Path("/models/tiny"), model_id="tiny", tied=True, max_len=4096)
@@ -230,3 +232,25 @@ def test_the_engine_inherits_no_python_path_and_sees_no_hub() -> None:
     assert "PYTHONPATH" not in env
     assert env["HOME"] == "/h"
     assert env["HF_HUB_OFFLINE"] == env["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_what_a_shell_holds_for_another_vllm_does_not_hide_ours() -> None:
+    shell = {
+        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CONFIGURE_LOGGING": "0", "VLLM_LOGGING_CONFIG_PATH": "/mine.json",
+        "VLLM_LOGGING_PREFIX": "mine ", "VLLM_LOGGING_COLOR": "1", "VLLM_API_KEY": "key", "VLLM_DP_SIZE": "2",
+        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1", "VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_USE_MODELSCOPE": "1",
+    }  # fmt: skip
+    environment = EngineEnvironment(Path("python"), "cuda")
+    env = build_env(EngineConfig(), environment, {**shell, "VLLM_CACHE_ROOT": "/cache", "HOME": "/h"})
+    assert not shell.keys() & env.keys() - {"VLLM_LOGGING_COLOR"}
+    assert env["VLLM_LOGGING_COLOR"] == "0" and env["VLLM_CACHE_ROOT"] == "/cache" and env["HOME"] == "/h"
+    assert "VLLM_PLUGINS" not in env  # all are loaded
+    assert build_env(EngineConfig(), environment, {"VLLM_LOGGING_LEVEL": "debug"})["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.mark.parametrize(("theirs", "all_of_them"), [("", ["harness_trainer_shm"]), ("a,b", ["a", "b", PLUGIN])])
+def test_a_persons_choice_of_plugins_has_ours_too(theirs: str, all_of_them: list[str]) -> None:
+    env = build_env(EngineConfig(), EngineEnvironment(Path("python"), "cuda"), {"VLLM_PLUGINS": theirs})
+    assert env["VLLM_PLUGINS"].split(",") == all_of_them
+    (ours,) = entry_points(group="vllm.general_plugins", name=PLUGIN)
+    assert ours.module == "harness_trainer.engine.vllm_plugin"

@@ -23,7 +23,15 @@ def _build_model(folder: Path, *, family="llama", tie=True, seed=0, **changes):
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = PreTrainedTokenizerFast(
@@ -35,6 +43,7 @@ def _build_model(folder: Path, *, family="llama", tie=True, seed=0, **changes):
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     }[family]
     fields = {
         "vocab_size": VOCAB,

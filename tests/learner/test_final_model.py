@@ -87,6 +87,23 @@ def test_the_card_says_how_it_was_trained_and_nothing_of_the_machine(finished: t
     assert str(base.parent) not in body and str(run.path) not in body
 
 
+def test_saving_into_the_models_folder_changes_neither_base_nor_checkpoint(
+    finished: tuple[RunDir, Run], base: Path, tmp_path: Path
+) -> None:
+    run, _ = finished
+    folder = write_final_model(run, base, target=tmp_path / "out")
+    sources = [path for where in (base, run.checkpoints / "checkpoint-2") for path in where.iterdir()]
+    before = {path: path.read_bytes() for path in sources}
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            path.write_text(path.read_text() + " ")  # in place, as an editor or Transformers' `save_pretrained`
+    model = AutoModelForCausalLM.from_pretrained(run.checkpoints / "checkpoint-1")
+    shared = (folder / "model.safetensors").stat().st_ino
+    assert shared == (run.checkpoints / "checkpoint-2" / "model.safetensors").stat().st_ino, "no second copy"
+    model.save_pretrained(folder)
+    assert {path: path.read_bytes() for path in sources} == before
+
+
 def test_an_earlier_checkpoint_can_be_asked_for_and_the_folder_is_replaced(
     finished: tuple[RunDir, Run], base: Path, tmp_path: Path
 ) -> None:
@@ -152,7 +169,22 @@ def facts(**changes: object) -> CardFacts:
 
 
 def test_a_base_model_of_the_hub_is_linked() -> None:
-    assert "\nbase_model: Qwen/Qwen3-0.6B\n" in model_card(facts())
+    assert "\nbase_model: Qwen/Qwen3-0.6B\n" in model_card(facts(on_hub=True))
+
+
+def test_a_folder_that_is_named_like_one_of_the_hub_is_not(
+    finished: tuple[RunDir, Run], base: Path, tmp_path: Path
+) -> None:
+    card = model_card(facts(config={"model": "models/foo"}))
+    assert "base_model:" not in card and "# foo, trained" in card
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(finished[0].path, run.path)
+    config = yaml.safe_load(run.config.read_text())
+    run.config.write_text(yaml.safe_dump({**config, "model": "models/foo"}))
+    assert "base_model" not in card_of(write_final_model(run, base))[0]
+    cached = tmp_path / "hub" / "models--models--foo" / "snapshots" / "1a2b"
+    shutil.copytree(base, cached)
+    assert card_of(write_final_model(run, cached))[0]["base_model"] == "models/foo"
 
 
 def test_many_steps_are_shown_in_stretches_and_unknown_rewards_are_not_zero() -> None:
@@ -170,7 +202,34 @@ def test_many_steps_are_shown_in_stretches_and_unknown_rewards_are_not_zero() ->
         ("https://me:key@host.example/path?token=1", "https://host.example/path"),
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("examples", "examples"),
+        ("/home/me/my tasks/", "my tasks"),
+        ("cmd:/home/me/agent.sh --x", "cmd:agent.sh --x"),
+        (
+            "cmd:python ~/a/b.py --out=../c/d -I/opt/mine/include 'http://u:k@h:1/p?q'",
+            "cmd:python b.py --out=d -Iinclude 'http://h:1/p'",
+        ),
+        ("file:/home/me/key", "file:key"),
+        ("file:///home/me/key", "file:key"),
+        ("harbor:/home/me/agent", "harbor:agent"),
+        ("/home/me/a.py:Class", "a.py:Class"),
+        ("openenv-harbor:http://u:p@host:8200/x", "openenv-harbor:http://host:8200/x"),
+        ("and/or 1/2 owner/name@main", "and/or 1/2 owner/name@main"),
     ],
 )
 def test_only_what_is_public_is_shown(text: str, shown: str) -> None:
     assert public(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "bfloat16"}, "computed in bfloat16, trained in float32"),
+        ({"dtype": "bfloat16", "lora": {"rank": 4}}, "bfloat16, the adapter in float32"),
+    ],
+)
+def test_the_card_says_what_was_computed_and_what_was_kept_in_which_precision(
+    learner: dict[str, object], said: str
+) -> None:
+    card = model_card(facts(config=RunConfig(model="owner/name", learner=learner).model_dump(mode="json")))
+    assert f"| Precision | {said} |" in card

@@ -71,6 +71,19 @@ def test_a_path_is_the_same_for_a_process_with_another_working_directory(tmp_pat
     assert launch.pinned(config(2)).accelerate_config == str(launch.config_file("ddp"))
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "multi_node", None])
+def test_adafactor_is_refused_where_matrices_are_sharded(name, tmp_path):
+    layout = name or str(own_file(tmp_path))
+    with pytest.raises(ValueError, match="adamw_torch or sgd"):
+        LearnerConfig(optimizer="adafactor", num_processes=2, accelerate_config=layout)
+    for fits in (
+        {"accelerate_config": layout},  # one process
+        {"accelerate_config": "ddp", "num_processes": 2},
+        {"accelerate_config": "/of/another/machine.yaml", "num_processes": 2},
+    ):
+        assert LearnerConfig(optimizer="adafactor", **fits).optimizer == "adafactor"
+
+
 @pytest.mark.parametrize(
     ("text", "num_processes", "message"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace as Bare
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ import torch
 from stub_engine import StubEngine, serving
 from test_train import Run
 
+from harness_trainer.engine.digests import digest
+from harness_trainer.engine.worker_extension import DigestExtension
 from harness_trainer.errors import SetupError, TrainingFailed
 from harness_trainer.learner.nccl_transfer import Manifest, NcclWeightTransfer
 
@@ -24,6 +27,10 @@ MANIFEST: Manifest = {
     "names": list(WEIGHTS),
     "dtype_names": ["float32"] * 2,
     "shapes": [list(tensor.shape) for tensor in WEIGHTS.values()],
+}
+
+COMPARED = {
+    "model.norm.weight": {"of": "loaded", "dtype": "float32", "digest": digest(torch.ones(3), torch.float32)},
 }
 
 
@@ -245,3 +252,38 @@ def test_trls_client_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     assert client.vllm.server_url == "http://127.0.0.1:1" and client.weight_sync_timeout == 60
     assert client._weight_update_info == MANIFEST
     client.destroy()
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ([{name: {"of": "unseen"} for name in WEIGHTS}] * 2, "none of 4 weights could be compared"),
+        ([{**{name: {"of": "unseen"} for name in WEIGHTS}, **COMPARED}], "1 of 2 weights could be compared"),
+    ],
+    ids=["split over two workers", "fused experts"],
+)
+def test_what_the_engine_cannot_show_is_told_and_no_reason_to_end(
+    engine: StubEngine, transfer: NcclWeightTransfer, workers: list[Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer.init_weight_transfer()
+    engine.faults["collective_rpc"] = [(200, {"results": workers})]
+    sync(transfer, 1)
+    assert engine.version == "v1" and not engine.paused
+    assert said in caplog.text and "log-probabilities are compared" in caplog.text
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("engine_of_transfer", "of"), [(Bare(), "unseen"), (Bare(received={}), None)])
+def test_a_worker_says_of_what_it_cannot_read_that_it_is_unseen(
+    num_workers: int, engine_of_transfer: Bare, of: str | None
+) -> None:
+    """vLLM's NCCL engine keeps nothing of what it receives; ours does, and then a name that it lacks is a fault."""
+    worker: Any = DigestExtension()
+    model = torch.nn.Module()
+    model.norm = torch.nn.LayerNorm(3, bias=False)
+    worker.weight_transfer_engine, worker.model_config = engine_of_transfer, Bare(dtype=torch.float32)
+    worker.model_runner, worker.parallel_config = Bare(get_model=lambda: model), Bare(world_size=num_workers)
+    found = worker.harness_digests('{"norm.weight": [3], "experts.0.up_proj.weight": [4, 3]}')
+    kinds = {name: entry["of"] for name, entry in found.items()}
+    unread = {name: of for name in ("norm.weight", "experts.0.up_proj.weight") if of}
+    assert kinds == {**unread, **({"norm.weight": "loaded"} if num_workers == 1 else {})}

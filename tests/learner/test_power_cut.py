@@ -160,3 +160,13 @@ def test_a_checkpoint_that_a_copy_made_whole_is_read_as_one(tmp_path: Path) -> N
     made(tmp_path / "", 3, keep=None)
     shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "elsewhere" / "checkpoint-3")
     assert last_checkpoint(tmp_path / "elsewhere") == tmp_path / "elsewhere" / "checkpoint-3"
+
+
+def test_what_was_cut_off_takes_no_place_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    made(tmp_path, 10, keep=2)
+    made(tmp_path, 13, keep=2)
+    (tmp_path / "checkpoint-13" / STATE_NAME).unlink()
+    made(tmp_path, 20, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
+    made(tmp_path, 30, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-30"]

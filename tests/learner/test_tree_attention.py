@@ -70,16 +70,16 @@ def dense(query, key, value, window, scaling):
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-def check_equal_to_dense(rows, *, heads, kv_heads, window=None, scaling=None, block=1024, dim=4):
+def check_equal_to_dense(rows, *, heads, kv_heads, window=None, scaling=None, block=1024, dim=4, value_dim=4):
     tree, positions = pack(rows)
     num = int(tree["tree_cu_seqlens_q"][-1])
     generator = torch.Generator().manual_seed(num)
     packed = [
-        torch.randn(1, h, num, dim, dtype=torch.float64, generator=generator).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
+        torch.randn(1, h, num, size, dtype=torch.float64, generator=generator).requires_grad_()
+        for h, size in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     ]
     out, _ = sdpa_tree_attention(None, *packed, None, scaling=scaling, sliding_window=window, block=block, **tree)
-    assert out.shape == (1, num, heads, dim)
+    assert out.shape == (1, num, heads, value_dim)
     weights = torch.randn(out.shape, dtype=torch.float64, generator=generator)
     loss = expected_loss = 0.0
     for row_positions in positions:
@@ -112,9 +112,12 @@ rows_strategy = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), mi
     st.sampled_from([None, 1, 2, 3, 20]),
     st.sampled_from([None, 0.3]),
     st.sampled_from([1, 2, 1024]),
+    st.sampled_from([4, 3, 6]),
 )
-def test_values_and_gradients_equal_a_dense_pass_of_each_row(rows, heads, window, scaling, block):
-    check_equal_to_dense(rows, heads=heads[0], kv_heads=heads[1], window=window, scaling=scaling, block=block)
+def test_values_and_gradients_equal_a_dense_pass_of_each_row(rows, heads, window, scaling, block, value_dim):
+    check_equal_to_dense(
+        rows, heads=heads[0], kv_heads=heads[1], window=window, scaling=scaling, block=block, value_dim=value_dim
+    )
 
 
 def test_a_segment_longer_than_a_block_with_a_window_across_its_border():
@@ -137,3 +140,19 @@ def test_without_a_hopper_gpu_the_kernel_is_not_even_loaded():
         raise AssertionError("must not be called")
 
     assert flash_attention_3_available(load) is False
+
+
+@pytest.mark.parametrize(("is_float32", "ours"), [(True, True), (False, False)])
+def test_a_hopper_gpu_computes_float32_by_sdpa_as_its_kernel_cannot(monkeypatch, is_float32, ours):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
+
+    from harness_trainer.learner import trl_compat
+
+    monkeypatch.setattr(trl_compat, "flash_attention_3_available", lambda load_kernel: True)
+    register_tree_attention()
+    try:
+        trl_compat.use_attention_that_runs_here(is_float32=is_float32)
+        assert (ALL_ATTENTION_FUNCTIONS[TREE_ATTENTION] is sdpa_tree_attention) is ours
+    finally:
+        trl_compat.use_attention_that_runs_here()  # for the tests of this process that train

@@ -8,7 +8,7 @@ import pytest
 
 from harness_trainer.config import RunConfig
 from harness_trainer.learner.config import LearnerConfig
-from harness_trainer.plan import is_sharded
+from harness_trainer.learner.launch import is_sharded
 from harness_trainer.plan.amounts import total
 from harness_trainer.plan.engine_memory import OVERHEAD, cache_of, engine_memory
 from harness_trainer.plan.fitting import fit
@@ -18,8 +18,7 @@ from harness_trainer.plan.shape import ModelShape
 
 def memory_of(shape: ModelShape, *, device: str = "cuda", **settings: object) -> LearnerMemory:
     config = LearnerConfig.model_validate(settings)
-    run = RunConfig(learner=config)
-    return learner_memory(config, shape, device=device, sharded=is_sharded(run), tokens=100)
+    return learner_memory(config, shape, device=device, sharded=is_sharded(config), tokens=100)
 
 
 def bytes_of(memory: LearnerMemory) -> dict[str, int | None]:
@@ -46,11 +45,30 @@ def test_the_peak_counts_the_larger_of_backward_and_optimizer(shape: ModelShape)
     assert memory_of(small).peak == total(memory_of(small).resident) + 4 * 10**9  # type: ignore[operator]
 
 
-def test_bfloat16_halves_and_checkpointing_keeps_inputs_only(shape: ModelShape) -> None:
-    half = bytes_of(memory_of(shape, dtype="bfloat16"))
-    assert (half["weights"], half["gradients"], half["optimizer"]) == (2400, 2400, 4800)
+def test_checkpointing_keeps_inputs_only(shape: ModelShape) -> None:
     recomputed = bytes_of(memory_of(shape, gradient_checkpointing=True))
     assert recomputed["activations"] == 100 * (4 * 10 * 4 + 272)
+
+
+def test_bfloat16_is_a_copy_for_the_products_beside_float32(shape: ModelShape) -> None:
+    mixed = bytes_of(memory_of(shape, dtype="bfloat16", objective={"kl_coef": 0.1}))
+    assert (mixed["weights"], mixed["gradients"], mixed["optimizer"]) == (4800, 4800, 9600)
+    assert mixed["reference"] == 4800 and mixed["weights in bfloat16"] == (1200 - 200) * 2
+    # Norms: two forms each in float32, and five copies in bfloat16.
+    layer = 4 * 26 + 2 * (2 * 4 + 2 * 2 + 4 * 8)
+    assert mixed["activations"] == 100 * 10 * layer
+    assert mixed["logits"] == 100 * 50 * 2 and mixed["head"] == 100 * 4 * 12 + 200 * 4
+    recomputed = bytes_of(memory_of(shape, dtype="bfloat16", gradient_checkpointing=True))
+    assert recomputed["activations"] == 100 * (4 * 10 * 4 + layer)
+
+
+def test_shards_are_put_together_in_bfloat16(shape: ModelShape) -> None:
+    settings = {"dtype": "bfloat16", "num_processes": 4, "accelerate_config": "fsdp2", "objective": {"kl_coef": 0.1}}
+    found = bytes_of(memory_of(shape, **settings))
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (1200, 1200, 2400)
+    assert found["reference"] == 2400 and "weights in bfloat16" not in found
+    assert found["activations"] == 100 * 10 * kept_by_layer(shape, 2)  # type: ignore[operator]
+    assert found["layers put together"] == 100 * (3 * 2 + 4) + 200 * 2
 
 
 def test_an_adapter_is_trained_in_float32_beside_frozen_weights(shape: ModelShape) -> None:
