@@ -7,7 +7,8 @@ processes may each have one on one store: a session is made, called and sealed b
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ class Pipeline:
     """`hang_up_grace_s` is how long a call goes on that nobody waits for any more, so that a retry finds it;
     `bridging` says how prompts are continued; `gate` when the engine may be asked; `restarted` whether the store's open
     sessions are those of this pipeline's predecessor, which may have lost their calls; `name` tells the pipelines of
-    several gateways on one store apart.
+    several gateways on one store apart; `clock` gives Unix seconds.
     """
 
     engine: Engine
@@ -35,14 +36,16 @@ class Pipeline:
     gate: Gate = field(default_factory=Gate)
     restarted: bool = True
     name: str = ""
+    clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         self.metrics = Metrics()
         self.bridger = Bridger(self.engine, self.bridging, self.gate)
-        self.sessions = Sessions(self.store, keep_history=self.bridger.may_continue, name=self.name)
+        self.sessions = Sessions(self.store, self.clock, keep_history=self.bridger.may_continue, name=self.name)
         self.turns = Turns(
             self.engine,
             self.sessions,
+            self.clock,
             grace_s=self.hang_up_grace_s,
             metrics=self.metrics,
             bridger=self.bridger,

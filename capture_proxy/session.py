@@ -26,7 +26,8 @@ pinned to the gateway that minted it; to every other one its token is unknown an
 **Limits.** Calls of the agent, tokens sampled, a deadline, and the model's window: `MAX_CRAMPED` replies in a row that
 the window cut to next to nothing, or prompts that do not fit, end the session. What the agent is then told is the
 policy's choice (`at_limit`); `limit_hit` is the one that came first. A window or a fault that the agent got past is
-forgotten.
+forgotten. The deadline is Unix seconds, because it outlives the gateway, and is read once, when the session is minted
+or loaded: a clock that is set afterwards takes no time from any agent.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Live:
     recent: dict[str, Turn] = field(default_factory=dict)  # the last finished turns by id, oldest first
     history: History = field(default_factory=History)  # what its messages said, to go on from token by token
     unread: list[Turn] = field(default_factory=list)  # finished turns that `history` has not taken in yet
+    ends_at: float | None = None  # its deadline by the monotonic clock, which nobody sets; None = it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +321,7 @@ class Sessions:
 
     def _spent(self, live: Live, facts: Facts) -> SessionClosed | None:
         policy, ledger = live.session.policy, live.ledger
-        if policy.deadline is not None and self._clock() >= policy.deadline:
+        if live.ends_at is not None and time.monotonic() >= live.ends_at:
             return closed(live, "the deadline of this session has passed", "deadline")
         if policy.max_turns is not None:
             count = ledger.spent.with_one_more(facts)
@@ -351,6 +353,8 @@ class Sessions:
             return live
 
     def _remember(self, live: Live) -> None:
+        if (deadline := live.session.policy.deadline) is not None:
+            live.ends_at = time.monotonic() + deadline - self._clock()
         self._by_token[live.session.token] = live
         self._by_id[live.session.session_id] = live
 

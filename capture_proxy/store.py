@@ -393,7 +393,10 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _session_row(session: Session) -> tuple[str, str, float, bytes]:
-    body = orjson.dumps(codec.session_to_dict(session))
+    try:
+        body = orjson.dumps(codec.session_to_dict(session))
+    except TypeError as error:
+        raise StoreError(f"session {session.session_id} cannot be kept: {error}") from error
     return (session.session_id, session.token, session.created_at, body)
 
 

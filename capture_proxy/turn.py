@@ -198,12 +198,11 @@ class Turns:
         running.put(_outcome(admission, turn, lost or error))
 
     def _watch_deadline(self, live: Live, running: RunningCall) -> asyncio.TimerHandle | None:
-        deadline = live.session.policy.deadline
-        if deadline is None:
+        if live.ends_at is None:
             return None
         reason = closed(live, "the deadline of this session has passed", "deadline")
         loop = asyncio.get_running_loop()
-        return loop.call_later(max(0.0, deadline - self._clock()), running.abort, reason)
+        return loop.call_later(max(0.0, live.ends_at - time.monotonic()), running.abort, reason)
 
     async def _sample(self, admission: Admission, turn: Turn, running: RunningCall) -> None:
         blank, patience = Blank.of(turn), self._gate.patience()

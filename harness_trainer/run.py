@@ -40,7 +40,7 @@ from harness_trainer.supervision.engine import EnginePart, Startable
 from harness_trainer.supervision.folders import agents_socket, transfer_dir
 from harness_trainer.supervision.gateway import Elsewhere, Gateway
 from harness_trainer.supervision.parts import Part, Parts
-from harness_trainer.supervision.process import PartProcess
+from harness_trainer.supervision.process import PartProcess, search_path
 from harness_trainer.supervision.remote import RemoteHost
 from harness_trainer.supervision.remote_engine import RemoteEngine
 from harness_trainer.supervision.replicas import (
@@ -170,6 +170,8 @@ class Supervisor:
     ) -> Part:
         run = self._run
         rollouts = self._config.rollouts
+        # Nothing may be heard of a rollout for as long as it may take, and as its runner may wait for a node.
+        for_node_s = rollouts.ray.patience_s if rollouts.executor == "ray" else 0
         spec = LearnerSpec(
             config=pinned(self._config.learner),
             model_path=model.path,
@@ -181,7 +183,7 @@ class Supervisor:
             transfer_dir=transfer_dir,
             keep_weights=run.weights if self._config.keep_weights else None,
             temperature=rollouts.temperature,
-            starved_after_s=longest_s + 120,  # nothing may be heard of a rollout for as long as it may take
+            starved_after_s=longest_s + 120 + for_node_s,
             evaluate_every=rollouts.evaluation.every if self._config.evaluates else None,
             engine_away_s=self._config.engine.start_timeout_s + ENGINE_AGAIN_S,
         )
@@ -206,7 +208,7 @@ class Supervisor:
         # Passive waiting: the learner's threads share their cores with agents and, on a CPU, with the engine.
         # No progress bars: a log's last line is what a person is shown when a part dies.
         ours = {"OMP_WAIT_POLICY": "PASSIVE", "TQDM_DISABLE": "1"}
-        env = {**ours, **os.environ, "CAPTURE_PROXY_ADMIN_KEY": self._admin_key}
+        env = {**ours, **os.environ, **search_path(), "CAPTURE_PROXY_ADMIN_KEY": self._admin_key}
         return start_process(
             argv, env=env, cwd=self._run.path, log_path=self._log(name), registry=self._registry, kind=kind or name
         )

@@ -108,9 +108,16 @@ class RunDir:
             write_atomically(self.config, yaml.safe_dump(config, sort_keys=False))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append one event for people and programs that watch the run."""
-        with filesystem_errors(self.path), self.events.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "kind": kind, **fields}) + "\n")
+        """Append one event for people and programs that watch the run.
+
+        It has a line of its own also where a full disk or a power cut left a part of an earlier one.
+        """
+        line = json.dumps({"time": time.time(), "kind": kind, **fields}).encode() + b"\n"
+        with filesystem_errors(self.path), self.events.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
 
 
 @contextmanager

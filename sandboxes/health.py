@@ -10,9 +10,17 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from sandboxes.base import Command, Healthcheck, RunResult, SetupFailed
+from sandboxes.base import BoxSpec, Command, Healthcheck, RunResult, SetupFailed
 
 _OUTPUT_CAP = 10_000
+
+
+def patience_s(spec: BoxSpec) -> float:
+    """How long the health check of the spec may take, beyond the start itself."""
+    check = spec.healthcheck
+    if check is None:
+        return 0.0
+    return check.start_period_s + check.retries * (check.interval_s + check.timeout_s)
 
 
 async def wait_healthy(

@@ -22,8 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from sandboxes.base import Backend, BoxSpec, Sandbox, SandboxError, SetupFailed
+from sandboxes.health import patience_s
 
 log = logging.getLogger(__name__)
+
+
+class StartHung(SandboxError):
+    """A start took longer than any may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,16 @@ class _Shelf:
     num_asking: int = 0  # callers inside `take`
     ready: deque[Sandbox] = field(default_factory=deque)
     waiters: deque[asyncio.Future[Sandbox]] = field(default_factory=deque)
-    num_starting: int = 0
+    starting: list[float] = field(default_factory=list)  # monotonic seconds at which each start under way began
     preparing: asyncio.Task[None] | None = None
     prepared: bool = False
     setup_failed: bool = False  # then nothing is started ahead of need any more
     num_failures: int = 0  # in a row
     retry_at: float = 0.0  # monotonic seconds; nothing is started ahead of need before
+
+    @property
+    def num_starting(self) -> int:
+        return len(self.starting)
 
     @property
     def num_ahead(self) -> int:
@@ -209,6 +218,10 @@ class Pool:
             shelf.num_asking -= 1
             self._advance()
 
+    def hangs(self, spec: BoxSpec, for_s: float) -> bool:
+        """Whether a start of the spec has been under way for so long: who waits for it is in no queue."""
+        return any(time.monotonic() - began >= for_s for began in self._shelf(spec).starting)
+
     async def give_up(self, lease: Lease) -> None:
         """End the sandbox. Raises nothing; when that takes long it goes on without the caller."""
         await asyncio.wait({self._end(lease.sandbox)}, timeout=self._times.stop)
@@ -277,8 +290,8 @@ class Pool:
         if self._closed:
             return
         while self.num_starting < self._bounds.starting and (shelf := self._most_urgent()) is not None:
-            shelf.num_starting += 1
-            self._own(self._start(shelf), f"start a sandbox of {shelf.spec.name}")
+            shelf.starting.append(began := time.monotonic())
+            self._own(self._start(shelf, began), f"start a sandbox of {shelf.spec.name}")
         for shelf in [*self._waiting.values(), *self._plan]:
             if not shelf.prepared and (shelf.waiters or (shelf.planned and self._may_start_ahead(shelf))):
                 self._prepare(shelf)
@@ -376,15 +389,15 @@ class Pool:
             shelf.preparing = None
             self._advance()
 
-    async def _start(self, shelf: _Shelf) -> None:
+    async def _start(self, shelf: _Shelf, began: float) -> None:
         sandbox: Sandbox | None = None
-        limit_s = self._times.start + _patience_s(shelf.spec)
+        limit_s = self._times.start + patience_s(shelf.spec)
         try:
             async with asyncio.timeout(limit_s):
                 sandbox = self._backend.sandbox(shelf.spec)
                 await sandbox.__aenter__()
         except BaseException as error:
-            shelf.num_starting -= 1
+            shelf.starting.remove(began)
             if sandbox is not None:
                 self._end(sandbox)  # also what was cut short half-way
             if not isinstance(error, Exception):
@@ -394,7 +407,7 @@ class Pool:
             self._fail(shelf, failure, everyone=False)
             self._advance()
             return
-        shelf.num_starting -= 1
+        shelf.starting.remove(began)
         self._note_success(shelf)
         self._offer(shelf, sandbox)
 
@@ -413,16 +426,8 @@ def _as_sandbox_error(error: Exception, doing: str, limit_s: float | None = None
     if isinstance(error, SandboxError):
         return error
     if isinstance(error, TimeoutError) and limit_s is not None:
-        return SandboxError(f"{doing} took more than {limit_s:.0f} s")
+        return StartHung(f"{doing} took more than {limit_s:.0f} s")
     return SandboxError(f"{doing} failed: {type(error).__name__}: {error}")
-
-
-def _patience_s(spec: BoxSpec) -> float:
-    """How long the health check of the spec may take."""
-    check = spec.healthcheck
-    if check is None:
-        return 0.0
-    return check.start_period_s + check.retries * (check.interval_s + check.timeout_s)
 
 
 def _seen(task: asyncio.Task[None]) -> None:

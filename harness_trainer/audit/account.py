@@ -66,6 +66,7 @@ class Audit:
     num_trained_tokens: int = 0
     sources: list[SourceAccount] = field(default_factory=list)  # [] = the run has one source
     violations: list[Violation] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)  # lines for people: odd, and no violation
 
 
 def account(records: Records) -> Audit:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from harness_trainer.audit.records import Found, Records
 from harness_trainer.rollouts.stored import StoredAttempt
-from harness_trainer.rollouts.types import Outcome
+from harness_trainer.rollouts.types import Outcome, scoring_failure
 
 _TRAINING = ("running", "ready", "trained", "dropped")
 _EVALUATION = ("evaluating", "evaluated", "dropped")
@@ -55,7 +55,9 @@ def whole_groups(records: Records) -> Iterator[Found]:
 
 def _left_out(attempt: StoredAttempt) -> bool:
     """Whether a reward function left it unscored on purpose."""
-    return attempt.reward is None and attempt.outcome not in (Outcome.INFRA_FAILED, Outcome.CANCELLED)
+    if attempt.reward is not None or attempt.outcome in (Outcome.INFRA_FAILED, Outcome.CANCELLED):
+        return False
+    return not scoring_failure(attempt.reward, (attempt.result or {}).get("findings") or ())
 
 
 def quarantine_holds(records: Records) -> Iterator[Found]:

@@ -45,6 +45,7 @@ class Records:
     checkpoints: dict[int, HarnessState]  # the complete ones, by step
     sessions: dict[str, Session]  # by id
     restarts: dict[str, int]  # of each part, by name: starts beyond the first
+    num_bad_events: int  # lines of events.jsonl that cannot be read
     kept: frozenset[str]  # names of the folders below artifacts/
     tries: dict[int, dict[int, list[StoredAttempt]]]  # of each group and slot, in order of start
     trained: dict[int, list[int]]  # ids of the groups of each step that the store knows
@@ -93,6 +94,7 @@ def read_records(run_dir: Path) -> Records:
     except StoreError as error:
         raise RunDirError(f"{error}; give the folder of a whole run") from error
     stored = read_stored(run.store)
+    events, num_bad_events = _events(run.events)
     is_over = last_step >= max_steps and all(evaluation.report is not None for evaluation in stored.evaluations)
     return Records(
         run=run,
@@ -104,7 +106,8 @@ def read_records(run_dir: Path) -> Records:
         steps=steps,
         checkpoints=checkpoints,
         sessions={session.session_id: session for session in sessions},
-        restarts=_restarts(_lines(run.events)),
+        restarts=_restarts(events),
+        num_bad_events=num_bad_events,
         kept=kept,
         tries=_tries(stored),
         trained=_trained(stored),
@@ -159,6 +162,26 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in whole.split("\n") if line]
     except (OSError, ValueError) as error:
         raise RunDirError(f"{path} cannot be read ({error}): put the run's own file back") from error
+
+
+def _events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines, and how many of them cannot be read: no rule depends on one, and the run goes on without it."""
+    events: list[dict[str, Any]] = []
+    num_bad = 0
+    try:
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read ({error}): put the run's own file back") from error
+    for line in filter(None, whole.split(b"\n")):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict):
+            events.append(event)
+        else:
+            num_bad += 1
+    return events, num_bad
 
 
 def _restarts(events: list[dict[str, Any]]) -> dict[str, int]:

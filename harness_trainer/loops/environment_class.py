@@ -44,10 +44,10 @@ from harness_trainer.loops.class_kinds import Kind, check_factory, read_kind
 from harness_trainer.loops.group_rewards import KeptEpisodes
 from harness_trainer.loops.held_instance import Held
 from harness_trainer.loops.loading import load_target
-from harness_trainer.loops.own_thread import OwnThread
 from harness_trainer.loops.places import Places
 from harness_trainer.loops.reward_functions import RewardFunction, Rewards, free_name, load_rewards
 from harness_trainer.loops.rows import load_rows
+from harness_trainer.own_thread import OwnThread
 from harness_trainer.tasks import Task
 
 COLUMN = "environment"  # of a row: which of several classes

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from harness_trainer.loops.base import GroupScore, Scores
 from harness_trainer.loops.held_instance import Held
-from harness_trainer.loops.own_thread import OwnThread
 from harness_trainer.loops.reward_functions import Rewards, Sample
+from harness_trainer.own_thread import OwnThread
 
 log = logging.getLogger("harness_trainer.loops")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness_trainer.loops.base import EpisodeLost
 from harness_trainer.loops.openenv.session import UNWRITABLE
-from harness_trainer.loops.own_thread import OwnThread
+from harness_trainer.own_thread import OwnThread
 
 # The server's answers that mean no session, in OpenEnv's `WSErrorCode`; the rest is about the action.
 _SESSION_CODES = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness_trainer.loops.class_kinds import Kind
 from harness_trainer.loops.held_clients import clients_of, close_client
-from harness_trainer.loops.own_thread import OwnThread
+from harness_trainer.own_thread import OwnThread
 
 log = logging.getLogger("harness_trainer.loops")
 

@@ -42,9 +42,9 @@ from harness_trainer.loops.base import (
     Scores,
     Stages,
 )
-from harness_trainer.loops.own_thread import OwnThread
 from harness_trainer.loops.rows import load_rows
 from harness_trainer.loops.tool_loop import DEADLINE, STOP, WINDOW
+from harness_trainer.own_thread import OwnThread
 from harness_trainer.tasks import Task
 
 log = logging.getLogger("harness_trainer.loops")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_trainer.errors import ConfigError
+from harness_trainer.own_thread import OwnThread
 from harness_trainer.rewards.outcome import HarnessRolloutOutcome
 from harness_trainer.rewards.turns import checked
 
@@ -51,7 +52,8 @@ class RewardFunction:
     async def score(self, outcome: HarnessRolloutOutcome, timeout_s: float = TIMEOUT_S) -> Scored:
         """Raises nothing but cancellation: a function that fails, hangs or gives no number leaves the reward unknown.
 
-        A function that is not async runs in a thread; one that hangs cannot be ended there, only waited for no longer.
+        A function that is not async runs in a thread of its own; one that hangs cannot be ended there, only waited for
+        no longer (nor by the end of the process).
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -74,10 +76,11 @@ class RewardFunction:
         return Scored(float(value), turn_rewards=turn_rewards)
 
     async def _value(self, outcome: HarnessRolloutOutcome) -> Any:
-        if inspect.iscoroutinefunction(self.call):
-            return await self.call(outcome)
-        value = await asyncio.to_thread(self.call, outcome)
-        return await value if inspect.isawaitable(value) else value
+        thread = OwnThread(f"reward {self.spec}")
+        try:
+            return await thread.call(self.call, outcome)
+        finally:
+            thread.close()
 
 
 def pin_reward(spec: str) -> str:

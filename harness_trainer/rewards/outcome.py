@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ class HarnessRolloutOutcome:
     completion: list[dict[str, Any]]  # chat messages of the agent's last call, its reply included
     trace: list[dict[str, Any]]  # each captured call as OpenEnv's TraceEntry: ids, log-probabilities, mask, ...
     tool_call_count: int
-    tool_failure_count: int | None  # of those whose result tells; None = no result does
+    tool_failure_count: int  # known to have failed; 0 = nothing says so: see the next
+    tool_outcome_unknown_count: int  # of `tool_call_count`, those of which no result says whether they failed
     tool_calls_by_name: dict[str, int]
     timed_out: bool
     harness: str
@@ -57,14 +58,30 @@ def calls_by_name(turns: Iterable[Turn]) -> dict[str, int]:
     return dict(Counter(name for turn in turns for _, name in _calls(turn)))
 
 
-def num_failures(turns: Iterable[Turn]) -> int | None:
-    """How many tool results say that their tool failed; None = none of the results tells either way."""
-    failures = failures_by_name(turns)
-    return None if failures is None else sum(failures.values())
+def num_failures(turns: Iterable[Turn]) -> int:
+    """How many tool results say that their tool failed. What says nothing is in `num_outcomes_unknown`."""
+    return sum(_told(turns)[0].values())
+
+
+def num_outcomes_unknown(turns: Sequence[Turn]) -> int:
+    """How many of the calls have no result that says whether they failed."""
+    told, names = _told(turns)
+    return sum(calls_by_name(turns).values()) - len(told.keys() & names.keys())
 
 
 def failures_by_name(turns: Iterable[Turn]) -> dict[str, int] | None:
     """The same by tool, a tool of which no result tells left out. Example: {"bash": 1, "edit": 0}."""
+    told, names = _told(turns)
+    failures: dict[str, int] = {}
+    for call_id, failed in told.items():
+        # A result of a call that is in no recorded reply: the agent's own history, say.
+        name = names.get(call_id, "unknown")
+        failures[name] = failures.get(name, 0) + failed
+    return failures or None
+
+
+def _told(turns: Iterable[Turn]) -> tuple[dict[str, bool], dict[str, str]]:
+    """Whether a call failed, of those whose result tells, and the tool that each recorded call is of, by call id."""
     told: dict[str, bool] = {}
     names: dict[str, str] = {}
     for turn in turns:
@@ -72,12 +89,7 @@ def failures_by_name(turns: Iterable[Turn]) -> dict[str, int] | None:
         for message in turn.request.get("messages") or ():
             if message.get("role") == "tool" and (failed := _failed(message)) is not None:
                 told[str(message.get("tool_call_id"))] = failed
-    failures: dict[str, int] = {}
-    for call_id, failed in told.items():
-        # A result of a call that is in no recorded reply: the agent's own history, say.
-        name = names.get(call_id, "unknown")
-        failures[name] = failures.get(name, 0) + failed
-    return failures or None
+    return told, names
 
 
 def completion(turns: list[Turn]) -> list[dict[str, Any]]:

@@ -31,8 +31,9 @@ from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.takeover import Takeover
 from harness_trainer.tasks import Task, load_tasks
 from sandboxes import open_backend
+from sandboxes.base import Backend
 from sandboxes.ownership import keeper_of_this_process
-from sandboxes.pool import Bounds, Pool
+from sandboxes.pool import Bounds, Pool, Times
 
 log = logging.getLogger("harness_trainer.rollouts")
 
@@ -131,7 +132,7 @@ async def _open_lane(
     access = await open_access(stack, spec, tasks, admin_key, *agents)
     backend = open_backend(spec.sandbox, run_id=spec.run_id, registry=spec.registry, access=access)
     await stack.enter_async_context(backend)
-    pool = await stack.enter_async_context(Pool(backend, pool_bounds(spec.config, num_lanes)))
+    pool = await stack.enter_async_context(open_pool(backend, spec.config, num_lanes))
     stack.callback(lambda: log.info("sandbox pool: %s", pool.counts))
     return Lane(spec, access, admin, backend, pool)
 
@@ -157,8 +158,9 @@ def _opened(one: ReadSource, spec: RunnerSpec, lanes: Lanes) -> OpenSource:
     )
 
 
-def pool_bounds(config: RolloutConfig, num_lanes: int = 1) -> Bounds:
-    """Of one lane. What a person bounds is all of them together; of starts each needs at least one."""
+def open_pool(backend: Backend, config: RolloutConfig, num_lanes: int = 1) -> Pool:
+    """Of one lane, to be entered. What a person bounds is all of them together; of starts each needs at least one."""
     whole = (config.warm_per_task, config.warm_total, config.max_creating or config.max_concurrent)
     per_spec, total, starting = (shares(number, num_lanes)[0] for number in whole)
-    return Bounds(per_spec=per_spec, total=total, starting=starting)
+    bounds = Bounds(per_spec=per_spec, total=total, starting=starting)
+    return Pool(backend, bounds, Times(start=config.start_timeout_s))  # a start may take as long as one waits for it

@@ -20,7 +20,9 @@ from harness_trainer.rollouts.means import Means
 from harness_trainer.rollouts.place import Place
 from harness_trainer.rollouts.types import Job, RolloutResult, Taken
 from sandboxes.base import BoxSpec, RunResult
-from sandboxes.pool import Lease
+from sandboxes.pool import Lease, StartHung
+
+HUNG = 0.9  # of the limit on getting a sandbox: a start that took this much of it did not end for being queued
 
 
 @asynccontextmanager
@@ -30,8 +32,13 @@ async def box(job: Job, means: Means, spec: BoxSpec, budget: Budget, result: Rol
         lease = means.pool.adopt(job.taken.sandbox)
         result.warm = job.taken.facts.warm
     else:
-        async with budget.timed("create", min(means.config.start_timeout_s, budget.left_s)):
-            lease = await means.pool.take(spec)
+        limit_s = min(budget.limits.start_s, budget.left_s)
+        try:
+            async with budget.timed("create", limit_s):
+                lease = await means.pool.take(spec)
+        except (StageTimeout, StartHung) as error:
+            result.start_hung = isinstance(error, StartHung) or means.pool.hangs(spec, HUNG * limit_s)
+            raise
         result.warm = lease.warm
     try:
         yield lease
@@ -49,7 +56,7 @@ async def run_agent(job: Job, means: Means, lease: Lease, budget: Budget, artifa
         return await _await_agent(job.taken, budget)
     sandbox = lease.sandbox
     async with AsyncExitStack() as stack:
-        setup_s = max(0.0, means.config.start_timeout_s - budget.spent_s("create"))
+        setup_s = max(0.0, budget.limits.start_s - budget.spent_s("create"))
         async with budget.timed("setup", setup_s):
             # What Harbor sets up is set up with the session's token, and its own time only begins after that.
             open_s = budget.agent_s + (0.0 if means.boxes.harness.harbor is None else setup_s)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.tasks import Task
+from sandboxes.health import patience_s
 
 GRACE_S = 15.0  # beyond the agent's own limit, for the sandbox to end it and hand over its output
 OVERHEAD_S = 60.0  # of scoring beside the tests: stopping the agent, copying its work, a fresh sandbox
@@ -28,7 +29,7 @@ class StageTimeout(Exception):
 class Limits:
     """Seconds that one rollout may take. Example: Limits(start_s=300, agent_s=600, tests_s=600, total_s=1560, ...)."""
 
-    start_s: float
+    start_s: float  # to get a sandbox, its health check included, and to put the agent in
     agent_s: float
     tests_s: float
     total_s: float
@@ -36,12 +37,13 @@ class Limits:
 
     @classmethod
     def of(cls, config: RolloutConfig, task: Task) -> Limits:
+        start_s = config.start_timeout_s + patience_s(task.box)
         agent_s = min(config.timeout_s, task.agent_timeout_s)
         verify_s = task.verifier_timeout_s + OVERHEAD_S
-        together = config.start_timeout_s + agent_s + verify_s
+        together = start_s + agent_s + verify_s
         total_s = together if config.deadline_s is None else min(config.deadline_s, together)
         reserved_s = min(verify_s, RESERVED * total_s) if total_s < together else verify_s
-        return cls(config.start_timeout_s, agent_s, task.verifier_timeout_s, total_s, reserved_s)
+        return cls(start_s, agent_s, task.verifier_timeout_s, total_s, reserved_s)
 
 
 class Caps:

@@ -46,7 +46,10 @@ class RolloutConfig(BaseModel):
     warm_total: int = Field(8, ge=0, description="sandboxes started ahead of need, in all")
     timeout_s: float = Field(600, gt=0, description="wall time of one rollout's agent; the task may ask for less")
     start_timeout_s: float = Field(
-        300, gt=0, description="wall time to get a sandbox and put the agent in; its image is built before that"
+        300,
+        gt=0,
+        description="wall time to get a sandbox and put the agent in, to which is added what the "
+        "task's health check may take; the image is built before that",
     )
     deadline_s: float | None = Field(
         None, gt=0, description="wall time of a whole rollout, start to score; null = what its stages may take together"
@@ -60,7 +63,10 @@ class RolloutConfig(BaseModel):
     )
     retry_backoff_max_s: float = Field(60.0, ge=0, description="longest wait before any retry")
     max_refills: int = Field(
-        2, ge=0, description="fresh samples per group, for rollouts that infra failures left unscored after all retries"
+        2,
+        ge=0,
+        description="fresh samples per group, for rollouts left unscored by infra failures, after all retries, or by a "
+        "reward function that failed",
     )
     min_group: int | None = Field(
         None,
@@ -76,7 +82,10 @@ class RolloutConfig(BaseModel):
     )
     forget_quarantine: bool = Field(False, description="when a run is continued: draw quarantined tasks again")
     infra_window: int = Field(
-        12, ge=1, description="the run stops when most of so many tries, the newest of all groups, were infra failures"
+        12,
+        ge=1,
+        description="the run stops when most of so many tries, the newest of all groups, were infra failures or were "
+        "failed by their reward function",
     )
     infra_share: float = Field(0.75, gt=0, le=1, description="the share of `infra_window` that counts as most")
     reward: str = Field(
@@ -110,8 +119,6 @@ class RolloutConfig(BaseModel):
             raise ValueError("reward_weights weigh the verifier's rewards, and `reward` replaces them: give only one")
         if not all(math.isfinite(weight) for weight in self.reward_weights.values()):
             raise ValueError("reward_weights must be finite numbers")
-        if why_not := self.ray.refusal(self.executor):
-            raise ValueError(why_not)
         return self
 
 

@@ -36,7 +36,9 @@ class Backoff:
 
 
 class Breaker:
-    """Raises TrainingFailed once `share` of the last `window` tries of a source, in all groups, were infra failures.
+    """Raises TrainingFailed once `share` of the last `window` tries of a source, in all groups, were of no use.
+
+    That is, infra failures, or rollouts that their reward function failed on (`RolloutResult.scoring_failure`).
 
     One for each source: a dead server's tries fail at once, and would fill a window that all share in no time.
     `source`: its name; "" = the run has one, which needs none.
@@ -45,19 +47,28 @@ class Breaker:
     def __init__(self, window: int, share: float, source: str = "") -> None:
         self._share = share
         self._whose = f" of source {source}" if source else ""
-        self._failures: deque[str | None] = deque(maxlen=window)  # reason of each try; None = it was no infra failure
+        self._failures: deque[str | None] = deque(maxlen=window)  # reason of each try; None = of use
 
     def note(self, result: RolloutResult) -> None:
-        failed = result.outcome is Outcome.INFRA_FAILED
-        if failed and (GATEWAY_RESTARTED in result.detail or result.failed_stage == NODE):
+        infra = result.outcome is Outcome.INFRA_FAILED
+        if infra and (GATEWAY_RESTARTED in result.detail or result.failed_stage == NODE):
             return  # it fails all rollouts of a moment at once; how often it may happen is others' to judge
-        self._failures.append(f"{result.failed_stage}: {result.detail}".removeprefix(": ") if failed else None)
+        self._add(f"{result.failed_stage}: {result.detail}".removeprefix(": ") if infra else result.scoring_failure)
+
+    def note_unscored(self, result: RolloutResult) -> None:
+        """What was noted as of use, and then could not be scored with its siblings."""
+        if result.scoring_failure and None in self._failures:
+            self._failures.remove(None)
+            self._add(result.scoring_failure)
+
+    def _add(self, failure: str) -> None:
+        self._failures.append(failure or None)
         reasons = [reason for reason in self._failures if reason is not None]
         window = self._failures.maxlen or 0
-        if failed and len(self._failures) == window and len(reasons) >= self._share * window:
+        if failure and len(self._failures) == window and len(reasons) >= self._share * window:
             raise TrainingFailed(
-                f"{len(reasons)} of the last {window} rollouts{self._whose} failed for infra reasons:"
-                f" {_most_frequent(reasons)}."
+                f"{len(reasons)} of the last {window} rollouts{self._whose} failed for infra reasons,"
+                f" or their reward function did: {_most_frequent(reasons)}."
                 " Mend that (logs/runner.log, logs/gateway.log, artifacts/) and run the same command again."
                 " rollouts.infra_window and rollouts.infra_share say how much is borne"
             )

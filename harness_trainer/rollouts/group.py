@@ -1,12 +1,14 @@
 """One group of rollouts while it runs, and the rule by which it is trained whole or not at all.
 
-The rule: a group wants `group_size` scored rollouts. One that infra failures leave unscored, after its retries, is
-replaced by a fresh sample in a further slot, at most `max_refills` times per group. A group that then has `min_group`
-scored rollouts is ready, and its unscored ones are out of the baseline; any other is dropped, and another group takes
-its place. `min_group` is by default the whole group: all rollouts but those that a reward function left unscored on
-purpose. Where rewards compare siblings, a rollout that came to something counts as scored until all have ended; what is
-left out when they are scored together is not replaced. A group is given up, without refills, once `setup_tries` of its
-tries found that the task's sandbox cannot be had and none got one.
+The rule: a group wants `group_size` scored rollouts. One that infra failures leave unscored, after its retries, or that
+its reward function failed on (raised, hung, gave no number) is replaced by a fresh sample in a further slot, at most
+`max_refills` times per group. A group that then has `min_group` scored rollouts is ready, and its unscored ones are out
+of the baseline; any other is dropped, and another group takes its place. `min_group` is by default the whole group: all
+rollouts but those that a reward function left unscored on purpose, by giving None. Where rewards compare siblings, a
+rollout that came to something counts as scored until all have ended; what has no reward when they are scored together
+is not replaced. A group is given up, without refills, once `setup_tries` of its tries found that the task's sandbox
+cannot be had (also: its start hung while other tasks got theirs) and none got one; a try that failed before its sandbox
+was there, in any other way, says nothing of either.
 
 Owns the group's state in memory; `slots` runs its rollouts, `runner` obeys its verdict.
 """
@@ -19,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness_trainer.rollouts.config import RolloutConfig
-from harness_trainer.rollouts.types import Job, Outcome, RolloutResult
+from harness_trainer.rollouts.types import NODE, Job, Outcome, RolloutResult
 from harness_trainer.tasks import Task
 
+_WITHOUT_BOX = ("", "prepare", "create", NODE)  # stages of an infra failure that may have had no sandbox
 _VERSION = re.compile(r"v(\d+)")
 
 
@@ -55,7 +58,7 @@ class Group:
         if result.setup_failed:
             self.num_setup_failed += 1
             self.reason = self.reason or result.detail
-        else:
+        elif result.outcome is not Outcome.INFRA_FAILED or result.failed_stage not in _WITHOUT_BOX:
             self.got_sandbox = True
 
     def finish(self, slot: int, result: RolloutResult) -> None:
@@ -105,8 +108,13 @@ class Group:
     def _wanted(self) -> int:
         """Scored rollouts of a whole group."""
         ended = (Outcome.INFRA_FAILED, Outcome.CANCELLED)
-        left_out = sum(result.reward is None and result.outcome not in ended for result in self.results.values())
-        return self.size - left_out
+        unscored = [result for result in self.results.values() if result.reward is None and result.outcome not in ended]
+        return self.size - sum(not result.scoring_failure for result in unscored)
+
+    @property
+    def scoring_failure(self) -> str:
+        """Of its first rollout that nothing could score; "" = there is none."""
+        return next((said for result in self.results.values() if (said := result.scoring_failure)), "")
 
     def unfit(self, config: RolloutConfig) -> Unfit | None:
         """Why it is not trained, now that it is over; None = the learner may have it."""

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Self, TypeAlias
 
 from sandboxes.base import NoSuchPath, SandboxError
+
+log = logging.getLogger("harness_trainer.rollouts")
 
 _MAX_LINE = 256_000_000  # bytes; the largest are chunks of output
 
@@ -104,9 +107,11 @@ class Link:
         number = request["call"]
         try:
             self._send({"answer": number, "value": await self._serve(request)})
-        except (SandboxError, OSError) as error:
+        except Exception as error:  # whatever it is, who waits for the answer would wait for ever
+            if not isinstance(error, SandboxError | OSError):
+                log.exception("a call %s of the process in Harbor's Python failed", request.get("op"))
             kind = "absent" if isinstance(error, NoSuchPath) else "failed"
-            self._send({"answer": number, "error": str(error), "kind": kind})
+            self._send({"answer": number, "error": str(error) or type(error).__name__, "kind": kind})
         finally:
             del self._at_work[number]
 

@@ -22,6 +22,7 @@ from sandboxes.base import Command, NetworkMode, RunResult, SandboxError, SetupF
 _CANCEL_S = 4.0  # for an agent to end when its time is over; what it left in the sandbox is ended later anyway
 _COLLECT_S = 8.0  # for its logs; together less than a rollout's grace
 _LOGS_CAP = 64_000_000  # bytes
+_ARGUMENT_CAP = 128 * 1024 - 1  # bytes; Linux takes no longer one
 _FOLDER = "harbor"  # below a rollout's artifacts
 # Harbor's commands are bash's; an image without it gets what it has.
 _SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"'
@@ -160,6 +161,8 @@ class HarborRun:
         return {}
 
     async def _exec(self, request: Message) -> Message:
+        if why := _not_to_be_given(request):
+            return {"code": 126, "out": "", "err": f"sh: cannot execute the command: {why}\n", "timed_out": False}
         cwd = request["cwd"]
         command = Command(
             argv=["sh", "-c", _SHELL, request["command"]],
@@ -179,3 +182,16 @@ class HarborRun:
 
     def _inside(self, path: str) -> str:
         return path if path.startswith("/") else f"{self._place.sandbox.workdir}/{path}"
+
+
+def _not_to_be_given(request: Message) -> str:
+    """Why no system could give a shell this command; "" = it can. Models type it: the agent is answered, as by a shell,
+    and its sandbox is not at fault."""
+    texts = [request["command"], request["cwd"] or "", *request["env"], *request["env"].values()]
+    if any("\0" in text for text in texts):
+        return "it has a NUL byte"
+    try:
+        longest = max(len(text.encode()) for text in texts)
+    except UnicodeEncodeError:
+        return "it has half a character (a lone surrogate)"
+    return "argument list too long" if longest > _ARGUMENT_CAP else ""

@@ -1,8 +1,8 @@
 """Which agent a group of rollouts gets, where a run has several.
 
 Owns what `--harness opencode:3,pi` means and that a group never mixes agents: rollouts of one group are compared with
-each other, and another agent is another task. A task may name its own: `[metadata] harness = "pi"`. Used by the
-supervisor (all are installed before anything starts) and by the runner.
+each other, and another agent is another task. A task may name its own: `[metadata] harness = "pi"`, or a file in its
+folder. Used by the supervisor (all are installed before anything starts) and by the runner.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness_trainer.errors import ConfigError, TaskError
-from harness_trainer.harnesses import load_harness
+from harness_trainer.harnesses import load_harness, pinned
 from harness_trainer.harnesses.base import Harness
-from harness_trainer.harnesses.command import PREFIX, pin_command
+from harness_trainer.harnesses.command import PREFIX
 from harness_trainer.harnesses.entry import entered
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.tasks import Task
 
 _SHARE = re.compile(r"(.+):(\d+)")
 _WHOLE = (PREFIX,)  # forms of a single agent in which a comma or a number means nothing to us
+_RENAME = "give one a `name` of its own in its file (a command is named after the file that it runs)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +60,34 @@ def load_mix(spec: str, tasks: Sequence[Task], config: RolloutConfig) -> Mix:
     """
     harnesses: dict[str, Harness] = {}
     shares: dict[str, int] = {}
-    for one, share in _shares(spec):
+    for one, share in shares_of(spec):
         harness = entered(load_harness(one), config.entry)
         if harness.name in harnesses:
-            raise ConfigError(f"--harness names {harness.name!r} twice: give each agent once, with its share behind it")
+            same = harnesses[harness.name] == harness
+            advice = "give each agent once, with its share behind it" if same else f"they differ: {_RENAME}"
+            raise ConfigError(f"--harness names {harness.name!r} twice: {advice}")
         harnesses[harness.name], shares[harness.name] = harness, share
     of_tasks = {}
     for task in tasks:
         if (own := _own(task, config)) is not None:
             of_tasks[task.name] = own.name
-            harnesses.setdefault(own.name, own)
+            if harnesses.setdefault(own.name, own) != own:
+                raise TaskError(
+                    f"task {task.name!r}, [metadata] harness: another agent of the run is called {own.name!r} too, and "
+                    f"the two differ: {_RENAME}"
+                )
     return Mix(harnesses, shares, of_tasks, config.seed)
 
 
 def pin_harness(spec: str) -> str:
     """The spec with the paths of files made absolute: the runner works in another folder."""
-    shares = _shares(spec)
+    shares = shares_of(spec)
     if len(shares) == 1 and shares[0][1] == 1:
-        return _pin(shares[0][0])
-    return ",".join(f"{_pin(one)}:{share}" for one, share in shares)
+        return pinned(shares[0][0])
+    return ",".join(f"{pinned(one)}:{share}" for one, share in shares)
 
 
-def _pin(one: str) -> str:
-    if one.startswith(PREFIX):
-        return pin_command(one)
-    return str(Path(one).expanduser().resolve()) if one.endswith((".yaml", ".yml")) and Path(one).is_file() else one
-
-
-def _shares(spec: str) -> list[tuple[str, int]]:
+def shares_of(spec: str) -> list[tuple[str, int]]:
     """Example: "opencode:3, pi" is [("opencode", 3), ("pi", 1)]."""
     if spec.startswith(_WHOLE):
         return [(spec, 1)]
@@ -109,7 +109,8 @@ def _own(task: Task, config: RolloutConfig) -> Harness | None:
         return None
     if not isinstance(name, str):
         raise TaskError(f"task {task.name!r}: [metadata] harness must be the name of an agent, not {name!r}")
+    folder = task.path if task.path.is_dir() else task.path.parent  # the same for every process, wherever it works
     try:
-        return entered(load_harness(name), config.entry)
+        return entered(load_harness(name, folder), config.entry)
     except ConfigError as error:
         raise TaskError(f"task {task.name!r}, [metadata] harness: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness_trainer.errors import TrainingFailed
 from harness_trainer.rollouts.lineage import BASE, Lineage, PolicyVersion
-from harness_trainer.rollouts.store_file import StoreFile, get_state, put_state
+from harness_trainer.rollouts.store_file import StoreFile, get_state, put_state, storable
 
 # Keys of the run state: what the engine was given last, and whether it has it; where the learner is in the tree of
 # versions (the newest that was announced, or the checkpoint's), and how many steps it has taken from there.
@@ -165,6 +165,7 @@ class PolicyRecords(StoreFile):
 
     def setup_failed(self, task: str, reason: str, quarantine_after: int) -> bool:
         """All tries of a group of the task failed at set-up. Returns whether the task is quarantined by this."""
+        reason = storable(reason)
         with self._write() as db:
             row = db.execute(
                 "SELECT setup_failures, quarantined_at FROM task_records WHERE task = ?", (task,)
@@ -206,14 +207,15 @@ class PolicyRecords(StoreFile):
     def steps_taken(self) -> int:
         return int(self._read(_STEPS_TAKEN)[0][0])
 
-    def due_evaluation(self, every: int, last_step: int | None = None) -> int | None:
+    def due_evaluation(self, every: int, last_step: int | None = None, *, may_be_away: bool = False) -> int | None:
         """The step after which the engine's policy is to be evaluated now, also one under way; None = nothing is due.
 
-        Due are the policy of the start, of every `every` steps, and that of `last_step`, if given.
+        Due are the policy of the start, of every `every` steps, and that of `last_step`, if given. `may_be_away`: also
+        while no engine has it. Only the learner may say so: as long as it waits, the next engine gets the same policy.
         """
         versions, step = self.versions(), self.steps_taken()
-        has_it = versions.engine != 0 and versions.engine == versions.learner and versions.ahead == 0
-        if not has_it or (step % every and step != last_step):
+        is_there = versions.engine == versions.learner if versions.engine else may_be_away
+        if not is_there or versions.ahead or (step % every and step != last_step):
             return None
         done = self._read("SELECT 1 FROM evaluations WHERE step = ? AND finished_at IS NOT NULL", step)
         return None if done else step
@@ -243,9 +245,11 @@ class PolicyRecords(StoreFile):
         return [(gid, task, harness, bool(over)) for gid, task, harness, over in rows]
 
     def group_evaluated(self, group_id: int) -> None:
+        """All its rollouts are over. Does nothing where the learner has gone back: the group stays dropped."""
         with self._write() as db:
             db.execute(
-                "UPDATE rollout_groups SET state = 'evaluated', ready_at = ? WHERE group_id = ?",
+                "UPDATE rollout_groups SET state = 'evaluated', ready_at = ?"
+                " WHERE group_id = ? AND state = 'evaluating'",
                 (time.time(), group_id),
             )
 
@@ -323,4 +327,5 @@ def forget_evaluations(db: sqlite3.Connection, after_step: int) -> None:
 
 def add_note(db: sqlite3.Connection, kind: str, **detail: Any) -> None:
     """Inside a transaction."""
-    db.execute("INSERT INTO run_notes (at, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, json.dumps(detail)))
+    told = json.dumps(storable(detail))  # whoever shows it may not be able to write half a surrogate pair
+    db.execute("INSERT INTO run_notes (at, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, told))

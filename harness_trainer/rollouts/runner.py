@@ -184,9 +184,10 @@ class Runner:
         if dropped.total() >= self._schedule.max_dropped_in_a_row:
             reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())
             whose = f" of source {source}" if source else ""
+            unscored = f"; no reward: {group.scoring_failure}" if group.scoring_failure else ""
             raise TrainingFailed(
                 f"{dropped.total()} groups{whose} in a row were dropped before the learner had them ({reasons};"
-                f" last task: {group.task.name}). {_ADVICE[unfit]}"
+                f" last task: {group.task.name}{unscored}). {_ADVICE[unfit]}"
             )
 
     async def _note_setup_failure(self, group: Group) -> None:

@@ -17,6 +17,7 @@ from harness_trainer.rewards.outcome import (
     completion,
     main_turns,
     num_failures,
+    num_outcomes_unknown,
     trace_entries,
 )
 from harness_trainer.rewards.turns import TurnRewards, by_turn
@@ -59,6 +60,7 @@ def outcome_of(result: RolloutResult, capture: Capture) -> HarnessRolloutOutcome
         trace=trace_entries(capture),
         tool_call_count=sum(calls.values()),
         tool_failure_count=num_failures(turns),
+        tool_outcome_unknown_count=num_outcomes_unknown(turns),
         tool_calls_by_name=calls,
         timed_out=result.timed_out,
         harness=result.harness,

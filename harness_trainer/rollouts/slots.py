@@ -33,6 +33,7 @@ Attempt: TypeAlias = Callable[[Job], Awaitable[RolloutResult]]  # runs one rollo
 Sleep: TypeAlias = Callable[[float], Awaitable[object]]
 # Machines lost under one slot that cost it no try: it may itself be what takes each of them along.
 FREE_LOSSES = 3
+POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +65,46 @@ class Slots:
         self._backoff = Backoff(config.retry_backoff_s, config.retry_backoff_max_s)
         self._breakers = {name: Breaker(config.infra_window, config.infra_share, name) for name in sources.names}
         self._resumed: dict[tuple[int, int], _Resumed] = {}  # by group and slot
+        self._last_box: dict[tuple[str, str], float] = {}  # by source and task: when one last got a sandbox, monotonic
+        self._told_unscored: set[str] = set()  # sources of which a person knows that a reward function failed
 
     def resume(self, jobs: asyncio.TaskGroup, taken: Sequence[Job]) -> None:
-        """Go on with them, first of all. Each ends by its own deadline, also if its group never comes."""
+        """Go on with them, first of all. One whose group never asks for it ends as cancelled (`_end_unclaimed`)."""
         for job in taken:
             assert job.taken is not None
             going_on = jobs.create_task(self._go_on(job), name=f"go on with {job.rollout_id}")
             self._resumed[job.group_id, job.taken.slot] = _Resumed(job, going_on)
+        if taken:
+            jobs.create_task(self._end_unclaimed())
 
     async def _go_on(self, job: Job) -> RolloutResult:
         async with self._places:
-            try:
-                return await self._sources.attempt(job)
-            except asyncio.CancelledError:
-                await self._record_cancelled(job, "the run was stopped")
-                raise
+            return await self._sources.attempt(job)
+
+    async def _end_unclaimed(self) -> None:
+        """End those whose group will not ask for them: a learner that goes back drops an evaluation's groups, say.
+
+        Whatever still waits for its group when the runner ends gets its end here too.
+        """
+        try:
+            while self._resumed:
+                for each in await asyncio.to_thread(self._store.unfinished_rollouts):
+                    key = each.group_id, each.slot
+                    if not each.group_runs and key in self._resumed:
+                        await self._end(self._resumed[key], "its group is of no use any more")
+                        self._resumed.pop(key, None)  # only now: if this is cut short, the end comes below
+                await asyncio.sleep(POLL_S)
+        finally:
+            while self._resumed:
+                _, left = self._resumed.popitem()
+                await self._end(left, "the run was stopped")
+
+    async def _end(self, resumed: _Resumed, why: str) -> None:
+        """Cancel one if it still runs, and write down its end, which it does not do itself."""
+        if not resumed.going_on.cancelling():  # a second word would cut short how it ends
+            resumed.going_on.cancel()
+        await asyncio.wait([resumed.going_on])
+        await self._record_cancelled(resumed.job, why)
 
     @property
     def all_taken(self) -> bool:
@@ -119,6 +145,7 @@ class Slots:
                 result.stages_s = {"queue": queued_s, **result.stages_s}
             result.source = self._sources.name_of(group.task.name)
             weigh(result, self._sources.config_of(group.task.name).reward_weights)
+            self._judge_hang(result)
             group.note(result)
             if result.awaits_group:
                 group.wait(slot, result)
@@ -130,13 +157,23 @@ class Slots:
             await asyncio.to_thread(self._store.finish_rollout, result, final=final)
             if final:
                 group.finish(slot, result)
-            _report(result)
+            await self._report(result)
             if not hopeless:
                 self._breakers[result.source].note(result)
             if final or group.is_stale:  # what was cancelled may still have come to a result
                 return
             self._needs.change(group, 1)
             await self._sleep(self._backoff.wait_s(max(0, attempt - num_lost)))
+
+    def _judge_hang(self, result: RolloutResult) -> None:
+        """A start that hung is the task's fault if others of its source got sandboxes meanwhile, else the engine's."""
+        if not result.start_hung:
+            return
+        began = time.monotonic() - result.stages_s.get("create", 0.0)
+        boxes = self._last_box.items()
+        others = [at for (source, task), at in boxes if source == result.source and task != result.task]
+        if max(others, default=began) > began:
+            result.setup_failed = True
 
     async def _score_together(self, group: Group) -> None:
         """The rollouts whose rewards compare them. Stored as one: siblings of a runner that is killed are run again."""
@@ -151,7 +188,8 @@ class Slots:
         await asyncio.shield(asyncio.to_thread(self._store.finish_together, [result for _, result in waiting]))
         for slot, result in waiting:
             group.finish(slot, result)
-            _report(result)
+            await self._report(result)
+            self._breakers[result.source].note_unscored(result)
 
     async def _give_up_waiting(self, group: Group) -> None:
         """Of a group that ended before its rollouts were scored."""
@@ -172,10 +210,7 @@ class Slots:
         try:
             return await asyncio.shield(resumed.going_on)
         except asyncio.CancelledError:
-            if not resumed.going_on.cancelling():  # a second word would cut short how it ends
-                resumed.going_on.cancel()
-            await asyncio.wait([resumed.going_on])
-            await self._record_cancelled(job, _why_cancelled(group))
+            await self._end(resumed, _why_cancelled(group))
             raise
         finally:
             group.sampling_since.pop(job.rollout_id, None)
@@ -189,6 +224,10 @@ class Slots:
         waits_for_box = True
 
         def has_box() -> int:
+            self._last_box[self._sources.name_of(group.task.name), group.task.name] = time.monotonic()
+            return needs_none()
+
+        def needs_none() -> int:
             nonlocal waits_for_box
             if waits_for_box:
                 waits_for_box = False
@@ -204,7 +243,7 @@ class Slots:
             await self._record_cancelled(job, _why_cancelled(group))
             raise
         finally:
-            has_box()  # or needs none any more
+            needs_none()  # any more
             group.sampling_since.pop(rollout_id, None)
 
     async def _record_cancelled(self, job: Job, why: str) -> None:
@@ -215,19 +254,29 @@ class Slots:
         result.detail = f"cancelled: {why}"
         await asyncio.to_thread(self._store.finish_rollout, result, final=False)
 
+    async def _report(self, result: RolloutResult) -> None:
+        log.info(
+            "rollout %s (%s): %s, reward %s, %d turns, %s%s",
+            result.rollout_id,
+            result.task,
+            result.outcome,
+            "none" if result.reward is None else f"{result.reward:.3f}",
+            result.num_turns,
+            " ".join(f"{stage} {seconds:.1f}s" for stage, seconds in result.stages_s.items()),
+            f" -- {result.detail}" if result.detail else "",
+        )
+        if (failure := result.scoring_failure) and result.source not in self._told_unscored:
+            self._told_unscored.add(result.source)
+            line = f"WARNING: no reward for rollout {result.rollout_id} of task {result.task}: {failure}"
+            log.warning("%s", line)
+            await asyncio.to_thread(
+                self._store.tell,
+                "reward_failed",
+                f"{line}. Such a rollout is replaced by a fresh sample (rollouts.max_refills); this is said once",
+                rollout=result.rollout_id,
+                reason=failure,
+            )
+
 
 def _why_cancelled(group: Group) -> str:
     return "its group had become too old for any step" if group.is_stale else "the run was stopped"
-
-
-def _report(result: RolloutResult) -> None:
-    log.info(
-        "rollout %s (%s): %s, reward %s, %d turns, %s%s",
-        result.rollout_id,
-        result.task,
-        result.outcome,
-        "none" if result.reward is None else f"{result.reward:.3f}",
-        result.num_turns,
-        " ".join(f"{stage} {seconds:.1f}s" for stage, seconds in result.stages_s.items()),
-        f" -- {result.detail}" if result.detail else "",
-    )

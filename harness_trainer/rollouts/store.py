@@ -18,7 +18,7 @@ import zstandard
 from harness_trainer.loops.base import ToolUse
 from harness_trainer.rollouts.at_work import AgentsAtWork
 from harness_trainer.rollouts.policy_records import PolicyRecords, forget_evaluations, step_taken
-from harness_trainer.rollouts.store_file import get_state
+from harness_trainer.rollouts.store_file import get_state, storable
 from harness_trainer.rollouts.types import Outcome, RolloutResult
 
 
@@ -232,7 +232,11 @@ def _body(result: RolloutResult) -> bytes:
 
 
 def _dump(value: dict[str, Any]) -> bytes:
-    return zstandard.compress(orjson.dumps(value))
+    try:
+        data = orjson.dumps(value)
+    except TypeError:  # an agent's half of a surrogate pair, say: a bad rollout is data, and must not end the runner
+        data = orjson.dumps(storable(value))
+    return zstandard.compress(data)
 
 
 def parse_stored(blob: bytes) -> dict[str, Any]:

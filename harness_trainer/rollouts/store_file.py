@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,26 @@ def get_state(db: sqlite3.Connection, key: str) -> str | None:
 
 def put_state(db: sqlite3.Connection, key: str, value: str) -> None:
     """Inside a transaction."""
-    db.execute("INSERT OR REPLACE INTO run_state VALUES (?, ?)", (key, value))
+    db.execute("INSERT OR REPLACE INTO run_state VALUES (?, ?)", (key, storable(value)))
+
+
+def storable(value: Any) -> Any:
+    r"""The value as the file can hold it: what UTF-8 cannot say is escaped, an integer beyond 64 bits is its digits.
+
+    Agents cut texts in the middle of a surrogate pair. Example: storable({"detail": "bad \ud83d"}) is
+    {"detail": "bad \\ud83d"}.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {storable(key): storable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return storable(asdict(value))
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)  # a float would be another number
+    return value
 
 
 @contextmanager

@@ -118,7 +118,8 @@ def _unreadable(path: Path, error: sqlite3.Error) -> RunDirError:
 
 _ATTEMPTS = (
     "SELECT rollout_id, group_id, slot, attempt, started_at, finished_at, final, outcome, reward, result,"
-    " trace IS NOT NULL FROM rollouts LEFT JOIN rollout_traces USING (rollout_id) ORDER BY started_at, rollout_id"
+    " trace IS NOT NULL FROM rollouts LEFT JOIN rollout_traces USING (rollout_id)"
+    " ORDER BY rollouts.rowid"  # in which they were begun, whatever the clock said
 )
 _GROUPS = (
     "SELECT group_id, task, harness, state, created_at, ready_at, trained_step, reason, evaluation"

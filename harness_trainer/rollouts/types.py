@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,19 @@ class Outcome(enum.StrEnum):
     INFRA_FAILED = "infra_failed"  # sandbox, engine, network or verifier machinery failed; reward None
     CAPTURE_INVALID = "capture_invalid"  # nothing in the capture may be trained on; reward kept, rows empty
     CANCELLED = "cancelled"  # ended by us: its group had become too old, or the run was stopped; reward None
+
+
+# What a reward that could not be told leaves among a rollout's findings; one left out on purpose has none.
+_SCORING_FAILED = re.compile(r"reward: warning ((?:reward_|trace_refused).*)", re.DOTALL)
+
+
+def scoring_failure(reward: float | None, findings: Iterable[str]) -> str:
+    """Why an unscored rollout has no reward though nobody left it out; "" = that is not so.
+
+    Example: "reward_failed: mine.py:reward raised TypeError: ...".
+    """
+    found = (_SCORING_FAILED.match(finding) for finding in findings if reward is None)
+    return next((match[1] for match in found if match), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,7 @@ class RolloutResult:
     stages_s: dict[str, float] = field(default_factory=dict)
     failed_stage: str = ""  # of an infra failure: the stage it came from, or NODE
     setup_failed: bool = False  # the task's sandbox cannot be had: another try of the same task fails alike
+    start_hung: bool = False  # the sandbox did not start in its time, though its start was not queued for
     warm: bool | None = None  # whether the sandbox had been started ahead of need; None = there was none
     rewards: dict[str, float] = field(default_factory=dict)  # by name, as the tests gave them
     turn_rewards: dict[str, float | None] = field(default_factory=dict)  # by turn id, in order; None = not judged
@@ -95,3 +110,7 @@ class RolloutResult:
     facts: dict[str, float] = field(default_factory=dict)  # numbers that a white-box environment gives, by name
     source: str = ""  # which of the run's `sources` it is of; "" = the run has only one
     verifier_reward: float | None = None  # the verifier's, where a reward function had the last word; else None
+
+    @property
+    def scoring_failure(self) -> str:
+        return scoring_failure(self.reward, self.findings)

@@ -7,9 +7,9 @@ traces and rows are the same. Called by `white_box_run`.
 What it came to, most decisive fact first. A fault of the model side, or an episode that was lost, is an infra failure
 and is tried again. A limit that was met is truncation, scored or not. A person's own loop that raised has failed like
 an agent. Where nothing scored the rollout its reward is None: it is out of its group's baseline, and is no infra
-failure, because another try would be unscored too. A fault of the task (`reset` raised, a row or a reward that cannot
-be used) is an infra failure that counts as set-up, wherever in the rollout it shows: another try fails alike, the task
-goes into quarantine, the run goes on.
+failure, because another try would be unscored too; what its reward function failed on, its group replaces. A fault of
+the task (`reset` raised, a row or a reward that cannot be used) is an infra failure that counts as set-up, wherever
+in the rollout it shows: another try fails alike, the task goes into quarantine, the run goes on.
 
 A source that turns out to bear fewer episodes than are open (`NoPlace`) is not asked for more: rollouts wait for a
 place before their clock runs, those that it refused among them.

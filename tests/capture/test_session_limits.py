@@ -96,6 +96,25 @@ async def test_a_deadline_that_passes_in_mid_call_aborts_it(tmp_path: Path, stre
         assert "[DONE]" not in response.text
 
 
+async def test_a_clock_that_is_set_forward_takes_no_time_from_an_agent(tmp_path: Path) -> None:
+    ahead_s = 0.0
+
+    def clock() -> float:
+        return time.time() + ahead_s
+
+    engine = ScriptedEngine(["ok"], first_delay_s=0.05)  # in which a deadline that has passed would cut the call
+    async with served(engine, tmp_path / "s.sqlite", clock=clock) as gw:
+        session = await gw.mint(deadline=time.time() + 600)
+        async with gw.http(session) as http:
+            for ahead_s in (0.0, 3600.0):
+                response = await http.post(CHAT, json={"model": "m", "messages": said(f"{ahead_s}")})
+                assert response.status_code == 200, response.text
+        assert (await gw.admin.session("s1")).limit_hit is None
+    async with served(engine, tmp_path / "s.sqlite", clock=clock) as gw, gw.http(session) as http:
+        response = await http.post(CHAT, json={"model": "m", "messages": said("more")})
+        assert response.status_code == 403, "the next gateway has the wall clock alone"
+
+
 async def test_the_token_budget_cuts_the_last_reply_and_then_ends_the_session(tmp_path: Path) -> None:
     async with served(ScriptedEngine(["a long answer"]), tmp_path / "s.sqlite") as gw:
         client = gw.openai(await gw.mint(max_total_tokens=20))

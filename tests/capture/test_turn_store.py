@@ -77,6 +77,24 @@ async def test_concurrent_turns_share_transactions_and_one_bad_write_fails_alone
     await store.close()
 
 
+async def test_what_utf_8_cannot_hold_is_refused_to_its_writer_alone(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "s.sqlite")
+    session, bad = Session("s", "t", SessionPolicy(), {}), turn(0, [1], [2])
+    bad.message = {"role": "assistant", "content": "\ud83d"}
+    odd = Session("s2", "t2", SessionPolicy(), {}, last_fault="\ud83d")
+    good = turn(1, [1], [2])
+    writes = (
+        store.put_turn(bad, session),
+        store.put_event("s", "refused", "\ud83d"),
+        store.put_session(odd),
+        store.put_turn(good, session),
+    )
+    *failed, kept = await asyncio.gather(*writes, return_exceptions=True)
+    assert [type(failure) for failure in failed] == [StoreError] * 3 and kept is None
+    assert [each.turn_id for each in await store.turns("s")] == [good.turn_id]
+    await store.close()
+
+
 async def test_what_follows_a_turn_at_once_is_not_undone_by_it(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s.sqlite")
     session = Session("s", "t", SessionPolicy(), {})

@@ -110,7 +110,7 @@ async def test_a_limit_that_is_caught_can_still_be_scored(tmp_path):
 @pytest.mark.parametrize("sync", [True, False])
 async def test_a_loop_that_does_not_end_is_ended(tmp_path, sync, monkeypatch):
     monkeypatch.setattr("harness_trainer.loops.own_loop._GRACE_S", 0.0)
-    monkeypatch.setattr("harness_trainer.loops.own_thread.END_WAIT_S", 0.05)
+    monkeypatch.setattr("harness_trainer.own_thread.END_WAIT_S", 0.05)
     free = threading.Event()
 
     class Hangs:

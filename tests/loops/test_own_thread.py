@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from harness_trainer.loops import own_thread
-from harness_trainer.loops.own_thread import OwnThread
+from harness_trainer import own_thread
+from harness_trainer.own_thread import OwnThread
 
 
 @pytest.fixture

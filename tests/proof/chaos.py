@@ -126,6 +126,7 @@ def chaos(config: Chaos, folder: Path, tell: Callable[[str], None] = lambda line
     report.engine_faults.update(place.faults.read_text().split() if place.faults.exists() else [])
     report.audit = audit(place.run)
     report.problems += [f"{v.rule}: {v.what}: {v.detail}" for v in report.audit.violations]
+    report.problems += report.audit.observations  # here nobody sets the clock, and the disk is not full
     if report.audit.state != "finished":
         report.problems.append(f"the run is {report.audit.state}")
     if len(report.kills) < len(config.kills):

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import threading
 import time
 
 import pytest
@@ -51,11 +52,18 @@ async def test_the_function_sees_what_the_model_asked_for_and_what_became_of_it_
     assert shown["env_reward"] == 1.0, "what the tests said"
     assert shown["tool_calls_by_name"] == {"bash": 2, "write_file": 1} == result.tool_calls
     assert (shown["tool_call_count"], shown["tool_failure_count"]) == (3, 1)
+    assert shown["tool_outcome_unknown_count"] == 1, "write_file's result says neither"
     assert (shown["harness"], shown["task"], shown["outcome"], shown["exit_code"]) == ("pyagent", "moon", "ok", 0)
     assert shown["timed_out"] is False
     assert shown["completion"][-1]["content"] == "the moon"
     assert len(shown["trace"]) == 3 and all(sum(entry["loss_mask"]) for entry in shown["trace"])
     assert shown["stages_s"]["agent"] > 0 and "reward" in result.stages_s
+
+
+async def test_a_guides_function_scores_a_rollout_that_called_no_tool(tmp_path):
+    guides = "def reward(outcome):\n    return outcome.env_reward - 0.05 * outcome.tool_failure_count\n"
+    result = await rolled(tmp_path, written(tmp_path, guides), ["the moon"])
+    assert (result.reward, result.scoring_failure) == (1.0, ""), result.findings
 
 
 @pytest.mark.parametrize(
@@ -85,6 +93,25 @@ async def test_a_function_may_be_async_and_one_that_hangs_is_waited_for_no_longe
     for call in (endless, lambda outcome: time.sleep(1)):
         scored = await RewardFunction("slow", call).score(None, timeout_s=0.05)
         assert scored.reward is None and "reward_timeout" in scored.finding
+
+
+def test_functions_that_hang_stop_no_work_of_the_store_and_do_not_keep_the_runner_from_ending(monkeypatch):
+    monkeypatch.setattr("harness_trainer.own_thread.END_WAIT_S", 0.05)
+    free = threading.Event()
+    hangs = RewardFunction("hangs", lambda outcome: free.wait(30))
+
+    async def runner():
+        scored = await asyncio.gather(*(hangs.score(None, timeout_s=0.05) for _ in range(33)))  # 32: the pool's most
+        assert all("reward_timeout" in each.finding for each in scored)
+        async with asyncio.timeout(5):
+            return await asyncio.to_thread(lambda: "stored")
+
+    began = time.monotonic()
+    try:
+        assert asyncio.run(runner()) == "stored"
+        assert time.monotonic() - began < 10, "its end waits for threads of the pool"
+    finally:
+        free.set()
 
 
 async def test_none_leaves_the_rollout_out_of_its_groups_baseline_and_out_of_training(tmp_path):

@@ -80,7 +80,8 @@ TASK = Task("moon", Path("/none"), "Say moon.", verify_script="true")
 
 
 def no_engine(job):
-    return finished(job, Outcome.INFRA_FAILED, None, failed_stage="create", detail="the Docker engine does not answer")
+    detail = "the Docker engine does not answer"
+    return finished(job, Outcome.INFRA_FAILED, None, failed_stage="create", detail=detail, start_hung=True)
 
 
 class FakeBench:

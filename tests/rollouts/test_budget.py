@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from harness_trainer.rollouts.budget import OVERHEAD_S, Budget, Caps, Limits, StageTimeout
 from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.tasks import Task
+from sandboxes.base import BoxSpec, Healthcheck
 
 
 def limits_of(agent_s=100.0, tests_s=50.0, **settings):
@@ -25,6 +27,13 @@ def test_without_a_deadline_of_its_own_a_rollout_may_take_what_its_stages_may_ta
     assert limits.total_s == 30 + 100 + 50 + OVERHEAD_S
     assert limits_of(agent_s=10_000, timeout_s=200).agent_s == 200, "the tighter of the run's and the task's"
     assert limits_of(agent_s=20, timeout_s=200).agent_s == 20
+
+
+def test_the_time_that_a_health_check_may_take_is_nobody_elses():
+    plain = Task("t", Path(), "go", verify_script="exit 0")
+    checked = replace(plain, box=BoxSpec("t", healthcheck=Healthcheck("true", 5, 30, start_period_s=400, retries=2)))
+    without, within = Limits.of(RolloutConfig(), plain), Limits.of(RolloutConfig(), checked)
+    assert within == replace(without, start_s=without.start_s + 470, total_s=without.total_s + 470)
 
 
 def test_a_longer_deadline_than_the_stages_need_changes_nothing():

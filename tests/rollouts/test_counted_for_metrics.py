@@ -6,7 +6,7 @@ from pathlib import Path
 
 from capture_proxy.engines.scripted import Reply, ScriptedEngine
 from harness_trainer.harnesses import load_harness
-from harness_trainer.rewards.outcome import failures_by_name, num_failures
+from harness_trainer.rewards.outcome import failures_by_name, num_failures, num_outcomes_unknown
 from harness_trainer.rollouts.rollout import run_rollout
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, RolloutResult
@@ -65,4 +65,7 @@ def test_a_failure_belongs_to_the_tool_that_was_called_and_counts_once() -> None
     assert failures_by_name([first, second]) == {"bash": 1, "edit": 1}
     assert failures_by_name([first, second, third]) == {"bash": 1, "edit": 1, "unknown": 1}
     assert num_failures([first, second, third]) == 3
-    assert failures_by_name([first]) is None and num_failures([first]) is None
+    assert num_outcomes_unknown([first, second, third]) == 1, "of read's"
+    assert failures_by_name([first]) is None
+    assert (num_failures([first]), num_outcomes_unknown([first])) == (0, 3), "unknown is not hidden in a 0"
+    assert (num_failures([]), num_outcomes_unknown([])) == (0, 0)

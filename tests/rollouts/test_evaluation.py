@@ -152,6 +152,26 @@ def test_the_learner_waits_while_an_evaluation_is_due_and_goes_on_after_it(store
     source.stop()
 
 
+def test_the_learner_waits_for_the_next_engine_when_one_dies_before_or_in_an_evaluation(store, tmp_path):
+    """That one gets the same policy from a learner that waits; nobody else may wait for it (`run` might for ever)."""
+    source = StoreGroupSource(tmp_path / "store.sqlite", alive=lambda: None, starved_after_s=60, evaluate_every=2)
+    store.open_group(0, "a", "h")
+    store.group_ready(0)
+    store.forget_engine()
+    assert source.next_group(0.0) is None
+    store.publish(1)
+    store.start_evaluation(0, [("x", "h")])
+    store.forget_engine()
+    assert source.next_group(0.0) is None
+    assert store.due_evaluation(2) is None
+    store.publish(1)
+    assert store.due_evaluation(2) == 0
+    store.finish_evaluation(0, {}, "")
+    store.forget_engine()
+    assert source.next_group(0.0).group_id == 0, "nothing is measured now"
+    source.stop()
+
+
 async def test_a_restart_continues_an_evaluation_and_runs_only_what_is_missing(tmp_path):
     path = tmp_path / "store.sqlite"
     store = RolloutStore(path)
@@ -207,6 +227,38 @@ async def test_an_evaluation_that_ends_after_the_learner_has_gone_back_behind_it
     store.rewind(0)
     store.finish_evaluation(1, {"old": True}, "old")
     assert store.evaluations() == [] and store.notes(0) == []
+
+
+async def test_an_evaluation_under_way_when_the_learner_goes_back_has_no_part_in_the_next_one(store):
+    """Its step had no checkpoint. What its agents still come to is of a policy that is no more."""
+    for step in (1, 2):
+        store.open_group(step - 1, "a", "h")
+        train(store, step - 1, step)
+    is_old, going_on = True, asyncio.Event()
+
+    async def attempt(job):
+        if is_old:
+            await going_on.wait()
+            return finished(job, reward=1.0)
+        return finished(job, reward=0.0)
+
+    def learner():
+        nonlocal is_old
+        num_at_work = len(store.unfinished_rollouts())
+        if num_at_work == 2 and not going_on.is_set():  # it was killed, and its successor settles
+            store.rewind(1)
+            going_on.set()
+        elif num_at_work == 0 and going_on.is_set() and is_old:
+            is_old = False
+            train(store, 1, 2)
+        return bool(store.evaluations())
+
+    settings = {"evaluation_tasks": HELD_OUT, "evaluation": {**EVERY_2, "samples": 1}}
+    await run_until(store, attempt, learner, schedule={"num_groups": 2}, **settings)
+    (report,) = store.evaluations()
+    assert (report["step"], report["policy_version"], report["num_scored"], report["reward_mean"]) == (2, 4, 2, 0.0)
+    assert [store.fate(group_id)[0] for group_id in (-1, -2, -3, -4)] == ["dropped"] * 2 + ["evaluated"] * 2
+    assert store.outcome_counts() == {"ok": 4}, "every attempt has its end"
 
 
 async def test_rollouts_that_infra_spoils_are_tried_again_and_then_counted_as_unscored(store):

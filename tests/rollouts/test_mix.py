@@ -87,6 +87,54 @@ def test_a_tasks_own_agent_that_is_none_is_refused_with_the_tasks_name(moon, nam
         mix("pyagent", replace(moon, name="own", metadata={"harness": named}))
 
 
+@pytest.fixture
+def own_files(tmp_path, monkeypatch):
+    """A task folder with agents of its own, and another folder to work in."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "oc.yaml").write_text("extends: pyagent\nenv: {MY: '1'}\n")
+    (folder / "a.py").write_text("print('its own')\n")
+    (tmp_path / "a.py").write_text("print('of the folder that somebody works in')\n")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize("others", ["pyagent", "cmd:python3 a.py"])
+def test_two_agents_that_differ_are_never_taken_for_one(moon, own_files, others):
+    named = "./oc.yaml" if others == "pyagent" else "cmd:python3 a.py"
+    with pytest.raises(TaskError, match="task 'own'.* the two differ: give one a `name`"):
+        mix(others, moon, replace(moon, name="own", path=own_files, metadata={"harness": named}))
+    same = replace(moon, name="own", path=own_files.parent, metadata={"harness": others})
+    assert len(mix(others, moon, same).harnesses) == 1
+
+
+def test_commands_of_two_tasks_are_two_agents(moon, own_files):
+    (own_files / "b.py").write_text("")
+    tasks = [replace(moon, name=n, path=own_files, metadata={"harness": f"cmd:python3 {n}.py"}) for n in "ab"]
+    mixed = mix("pyagent", *tasks)
+    assert [mixed.harnesses[mixed.of_group(0, task)].argv[-1] for task in tasks] == [
+        "${home}/agent/a.py",
+        "${home}/agent/b.py",
+    ]
+
+
+def test_shares_of_two_agents_with_one_name_are_refused(moon, own_files):
+    with pytest.raises(ConfigError, match="'pyagent' twice: they differ: give one a `name`"):
+        mix("pyagent,own/oc.yaml", moon)
+
+
+def test_a_tasks_own_files_lie_in_its_folder_wherever_the_process_works(moon, own_files, monkeypatch):
+    (own_files / "oc.yaml").write_text("extends: pyagent\nname: mine\n")
+    named = replace(moon, name="named", path=own_files, metadata={"harness": "./oc.yaml"})
+    command = replace(moon, name="command", path=own_files / "tasks.jsonl", metadata={"harness": "cmd:python3 a.py"})
+    here = mix("pyagent", named, command)
+    monkeypatch.chdir("/")
+    assert mix("pyagent", named, command) == here
+    assert here.harnesses["cmd:a.py"].files == {"/home/agent/a.py": "print('its own')\n"}
+    with pytest.raises(TaskError, match="task 'lost'.*there is no .*/nosuch.yaml"):
+        mix("pyagent", replace(named, name="lost", metadata={"harness": "./nosuch.yaml"}))
+
+
 def test_a_command_with_commas_and_numbers_is_one_agent(moon):
     assert len(mix("cmd:python3 a.py --words a,b:2", moon).harnesses) == 1
 

@@ -56,6 +56,9 @@ def test_the_run_is_over_when_its_last_policy_is_evaluated(run):
     assert supervisor._is_evaluating(store)
     store.start_evaluation(1, [("x", "h")])
     assert supervisor._is_evaluating(store)
+    store.forget_engine()
+    assert not supervisor._is_evaluating(store), "nobody is left who would send a new engine the policy"
+    store.publish(2)
     store.finish_evaluation(1, {}, "")
     assert not supervisor._is_evaluating(store)
     assert not Supervisor(RunConfig(), run, Display())._is_evaluating(store), "no evaluation, no waiting"

@@ -39,11 +39,9 @@ def test_the_flags_have_short_names_beside_those_of_the_fields():
 
 @pytest.mark.parametrize("flags", [(), ("--executor", "local")])
 def test_a_cluster_that_nobody_would_use_is_refused(flags):
-    with pytest.raises(
-        ConfigError, match=r"^rollouts: ray.address names .* at head:6379, and executor local uses none"
-    ):
+    with pytest.raises(ConfigError, match=r"ray.address names .* at head:6379, and executor local uses none"):
         settings("--ray-address", "head:6379", *flags)
-    with pytest.raises(ConfigError, match=r"add --executor ray .* or leave --ray-address .* out$"):
+    with pytest.raises(ConfigError, match=r"add --executor ray .* or leave the address out, .* --ray-address auto$"):
         settings("--rollouts.ray.address", "head:6379", *flags)
     assert settings("--ray-address", "auto", "--rollouts.ray.per-node", "3", *flags).rollouts.ray.per_node == 3
     whole = settings("--executor", "ray", "--ray-address", "head:6379").rollouts

@@ -56,6 +56,13 @@ async def test_an_agent_that_never_calls_the_model_is_infra_with_its_own_words(t
     assert "no model call" in result.detail and "no such provider" in result.detail
 
 
+async def test_the_shipped_agent_that_runs_out_of_its_turns_is_truncated_and_its_work_is_scored(tmp_path):
+    again = Reply("", tool_calls=[("bash", {"command": "touch answer.txt"})])
+    result = await roll(tmp_path, ScriptedEngine([again]), load_harness("pyagent"), max_turns=2)
+    assert (result.outcome, result.reward, result.num_turns) == (Outcome.TRUNCATED, 0.5, 2), result.detail
+    assert (result.exit_code, result.detail) == (3, "limit of the agent's own: turns")
+
+
 async def test_the_turn_budget_truncates_and_the_work_is_still_scored(tmp_path):
     again = Reply("", tool_calls=[("bash", {"command": "touch answer.txt"})])
     call = CALL.replace('"go"', "\"go '$i'\"")  # another request each time: the same one would be a retry

@@ -76,6 +76,19 @@ async def test_no_more_rollouts_run_at_once_than_allowed(store):
     assert 2 <= most <= 3
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"detail": "\ud83d"}, {"findings": ["\ud83d"]}, {"rewards": {"\ud83d": 1.0}}],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_what_an_agent_said_that_utf_8_cannot_hold_ends_nothing(store, fields):
+    async def attempt(job):
+        return finished(job, **fields)
+
+    await run_until(store, attempt, lambda: store.group_counts().get("ready", 0) >= 2, max_open_groups=2)
+    assert store.outcome_counts() == {"ok": 4}
+
+
 async def test_nothing_starts_before_a_policy_is_published(store):
     store.set_state("policy_version", "0")
     started = asyncio.Event()

@@ -9,10 +9,12 @@ import pytest
 from capture_proxy.engines.scripted import ScriptedEngine
 from harness_trainer.errors import SetupError, TaskError
 from harness_trainer.harnesses import load_harness
+from harness_trainer.rollouts.agent_sources import open_pool
 from harness_trainer.rollouts.boxes import check_tasks
+from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.rollout import run_rollout
 from harness_trainer.rollouts.types import Job, Outcome
-from sandboxes.base import BoxSpec, Network, NetworkMode, SandboxError, SandboxGone, SetupFailed
+from sandboxes.base import BoxSpec, Healthcheck, Network, NetworkMode, SandboxError, SandboxGone, SetupFailed
 from sandboxes.docker import DockerConfig
 from sandboxes.local import LocalConfig
 from sandboxes.pool import Bounds, Pool, Times
@@ -45,7 +47,39 @@ async def test_a_start_that_hangs_is_given_up_at_its_limit_and_ended_later(tmp_p
         result = await run_rollout(job(tmp_path), means)
         assert (result.outcome, result.failed_stage) == (Outcome.INFRA_FAILED, "create")
         assert "create took more than" in result.detail and not result.setup_failed
+        assert result.start_hung
     assert all(box.stopped for box in backend.begun)
+
+
+async def test_who_only_waited_for_others_starts_did_not_hang(tmp_path):
+    backend = ScriptedBackend()
+    backend.start_gate.clear()
+    async with scripted(tmp_path, backend, start_timeout_s=0.2) as means:
+        others = [replace(task(tmp_path), name=name, box=BoxSpec(name)) for name in ("a", "b")]
+        jobs = [Job(f"g{n}-0-a", n, 0, each) for n, each in enumerate(others)]
+        results = await asyncio.gather(*(run_rollout(each, means) for each in [*jobs, job(tmp_path, 2)]))
+    assert [(r.failed_stage, r.start_hung) for r in results] == [("create", True), ("create", True), ("create", False)]
+
+
+async def test_a_start_that_the_pool_gives_up_hung_too(tmp_path):
+    """It may have been begun ahead of need, and be over before who waits for it has waited for long."""
+    backend = ScriptedBackend()
+    backend.start_gate.clear()
+    async with scripted(tmp_path, backend) as means:
+        async with open_pool(backend, RolloutConfig(start_timeout_s=0.05)) as pool:
+            result = await run_rollout(job(tmp_path), replace(means, pool=pool))
+    assert (result.failed_stage, result.setup_failed, result.start_hung) == ("create", False, True)
+
+
+async def test_a_health_check_has_its_own_time_beside_the_starts(tmp_path):
+    backend = ScriptedBackend()
+    backend.start_gate.clear()
+    checked = replace(task(tmp_path), box=BoxSpec("a", healthcheck=Healthcheck("true", start_period_s=20)))
+    async with scripted(tmp_path, backend, start_timeout_s=0.1) as means:
+        async with open_pool(backend, means.config) as pool:
+            asyncio.get_running_loop().call_later(0.3, backend.start_gate.set)
+            result = await run_rollout(Job("g0-0-a", 0, 0, checked), replace(means, pool=pool))
+    assert result.failed_stage not in ("create", "setup"), result.detail
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,47 @@ def test_what_a_loop_of_ours_saw_of_its_calls_comes_back(store):
     assert store.results(0)[0].tool_use == use
 
 
+def test_half_a_surrogate_pair_is_kept_escaped_wherever_it_stands(store):
+    """An agent printed it, or the tests named a reward so; every other field comes back as it was."""
+    half, kept = "bad \ud83d", "bad \\ud83d"
+    use = ToolUse(num_rounds=2, seconds={half: 0.5}, num_ran={half: 3})
+    trace = {"turns": [{half: [half, None, 2.5, True]}], "seed": 2**64, "edge": 2**64 - 1, "low": -(2**63) - 1}
+    told = dataclasses.replace(
+        result("r0", 0), detail=half, findings=["fine", half], rewards={half: 0.5}, tool_use=use, trace=trace
+    )
+    store.open_group(0, "task", "h")
+    store.start_rollout("r0", 0, 0, 0)
+    store.finish_rollout(told, final=True)
+    assert store.results(0) == [
+        dataclasses.replace(
+            told,
+            detail=kept,
+            findings=["fine", kept],
+            rewards={kept: 0.5},
+            tool_use=ToolUse(num_rounds=2, seconds={kept: 0.5}, num_ran={kept: 3}),
+            # JSON has no such numbers: to keep them as floats would be to change them.
+            trace={
+                "turns": [{kept: [kept, None, 2.5, True]}],
+                "seed": str(2**64),
+                "edge": 2**64 - 1,
+                "low": str(-(2**63) - 1),
+            },
+        )
+    ]
+
+
+def test_half_a_surrogate_pair_in_a_reason_is_kept_escaped_and_can_be_shown(store):
+    half, kept = "no image \ud83d", "no image \\ud83d"
+    store.set_state("why", half)
+    assert store.state("why") == kept
+    assert store.setup_failed("t", half, quarantine_after=1)
+    assert store.quarantined() == {"t": kept}
+    store.tell("odd", half, name=half)
+    (quarantined, odd) = store.notes(after=0)
+    assert kept in quarantined.detail["line"] and quarantined.detail["reason"] == kept
+    assert odd.detail == {"line": kept, "name": kept}
+
+
 def test_groups_come_oldest_first_and_each_once(store):
     for group_id in (0, 1, 2):
         fill(store, group_id, [1.0])

@@ -11,10 +11,14 @@ from capture_proxy.errors import NotFound
 from harness_trainer.rollouts import agent_stage
 from harness_trainer.rollouts.at_work import Facts
 from harness_trainer.rollouts.budget import Budget, Limits
+from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.journal import Entry, Journal
+from harness_trainer.rollouts.needs import Needs
+from harness_trainer.rollouts.slots import Slots
+from harness_trainer.rollouts.sources import OpenSource, Sources
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.takeover import Takeover
-from harness_trainer.rollouts.types import Job, Taken
+from harness_trainer.rollouts.types import Job, Outcome, RolloutResult, Taken
 from sandboxes.base import JobStatus, RunResult, SandboxError, SandboxGone
 from sandboxes.ownership import Keeper, Owner
 from sandboxes.pool import Bounds, Pool
@@ -181,6 +185,42 @@ async def test_a_stop_in_the_middle_of_it_closes_them_all(store, tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await taking
     assert store.outcome_counts() == {"cancelled": 2} and sorted(admin.sealed) == ["r0", "r1"]
+
+
+# --- attempts that no group asks for --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_over", [True, False], ids=["over", "under way"])
+@pytest.mark.parametrize("why", ["its group is of no use any more", "the run was stopped"])
+async def test_what_goes_on_for_a_group_that_never_asks_for_it_gets_its_end(store, is_over, why):
+    """Runner and learner were killed in an evaluation: the new runner takes its agents over, then it is dropped."""
+    store.start_evaluation(2, [("moon", "h")])
+    attempt(store, group=-1)
+    begun = asyncio.Event()
+
+    async def go_on(job):
+        begun.set()
+        await asyncio.sleep(0 if is_over else 600)
+        return RolloutResult(job.rollout_id, job.group_id, "moon", "h", 0, Outcome.OK, 1.0)
+
+    config = RolloutConfig()
+    sources = Sources([OpenSource(config, list(TASKS.values()), go_on, lambda *_: "h")])
+    slots = Slots(config, store, sources, Needs(sources.plan), engine_version=lambda: 3)
+    job = Job("r0", -1, 0, TASKS["moon"], harness="h", taken=Taken(0, Box("box"), "job-1", True, FACTS))
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10), asyncio.TaskGroup() as jobs:
+            slots.resume(jobs, [job])
+            await begun.wait()
+            await asyncio.sleep(0.05)
+            assert store.outcome_counts() == {"running": 1}, "it may still be asked for"
+            if why != "the run was stopped":
+                store.rewind(1)
+                while store.outcome_counts() != {"cancelled": 1}:
+                    await asyncio.sleep(0.02)
+            raise asyncio.CancelledError  # as SIGTERM does
+    (ended,) = store.rollouts()
+    assert (ended.outcome, ended.reward, ended.detail) == ("cancelled", None, f"cancelled: {why}")
+    assert store.results(-1) == [] and store.unfinished_rollouts() == []
 
 
 # --- what is written, and the clock ---------------------------------------------------------------------------------

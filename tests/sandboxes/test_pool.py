@@ -364,6 +364,20 @@ async def test_a_stop_that_hangs_does_not_hold_its_caller_for_long():
     assert lease.sandbox.stopped, "it went on ending"
 
 
+async def test_a_start_hangs_that_has_been_under_way_for_so_long_and_none_that_is_queued_for():
+    backend = ScriptedBackend()
+    backend.start_gate.clear()
+    async with Pool(backend, Bounds(starting=1)) as pool:
+        first, queued = asyncio.create_task(pool.take(A)), asyncio.create_task(pool.take(B))
+        await backend.until(lambda: len(backend.begun) == 1)
+        await asyncio.sleep(0.02)
+        assert [pool.hangs(A, 0.01), pool.hangs(A, 60), pool.hangs(B, 0.0)] == [True, False, False]
+        backend.start_gate.set()
+        for lease in [await first, await queued]:
+            await pool.give_up(lease)
+        assert not pool.hangs(A, 0.0)
+
+
 async def test_a_start_that_hangs_gives_its_place_back():
     backend = ScriptedBackend()
     backend.start_gate.clear()

@@ -20,9 +20,9 @@ from harness_trainer.loops.contents import error_content
 from harness_trainer.loops.openenv.clients import made_action
 from harness_trainer.loops.openenv.session import Refused, Said, Session, SessionSpent
 from harness_trainer.loops.openenv.tools import LIST_TOOLS, ActionTool, listed_tools, observed, tool_result
-from harness_trainer.loops.own_thread import OwnThread
 from harness_trainer.loops.reward_functions import RewardFunction, Sample
 from harness_trainer.loops.rows import prompt_of
+from harness_trainer.own_thread import OwnThread
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from harness_trainer.loops.contents import error_content
 from harness_trainer.loops.ors.blocks import NOTHING_SAID, as_content, as_messages, text_of
 from harness_trainer.loops.ors.credentials import Credentials
 from harness_trainer.loops.ors.session import CallRefused, Session, ToolRaised
-from harness_trainer.loops.own_thread import OwnThread
 from harness_trainer.loops.reward_functions import RewardFailed, RewardFunction, Sample
+from harness_trainer.own_thread import OwnThread
 
 OUTCOME = "outcome"  # name of the reward that the environment itself gives
 _FINISHED = "episode_finished"  # why a server refuses calls after the end

@@ -49,5 +49,6 @@ class RayConfig(BaseModel):
             return None
         return (
             f"ray.address names the Ray cluster at {self.address}, and executor {executor} uses none: add "
-            "--executor ray (rollouts.executor) to run agents there, or leave --ray-address (rollouts.ray.address) out"
+            "--executor ray (rollouts.executor) to run agents there, or leave the address out, which over a file is "
+            "--ray-address auto"
         )

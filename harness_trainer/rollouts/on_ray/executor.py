@@ -109,6 +109,7 @@ class Executor:
             if not result.setup_failed:
                 node.note(made=False)
         else:
+            result.start_hung = False  # which the node may be to blame for, and not the task
             made = result.outcome is not Outcome.INFRA_FAILED or result.failed_stage not in _BEFORE_A_BOX
             if made or not result.setup_failed:  # an image that cannot be built says nothing of the node
                 node.note(made=made)

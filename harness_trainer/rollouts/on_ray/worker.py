@@ -29,7 +29,7 @@ from harness_trainer.cache import cache_dir
 from harness_trainer.errors import HarnessTrainerError
 from harness_trainer.expose.probe import PATH
 from harness_trainer.harnesses.install import ensure_installed
-from harness_trainer.rollouts.agent_sources import pool_bounds
+from harness_trainer.rollouts.agent_sources import open_pool
 from harness_trainer.rollouts.boxes import Boxes
 from harness_trainer.rollouts.budget import Caps
 from harness_trainer.rollouts.harbor import open_harbor
@@ -126,7 +126,7 @@ class Worker:
         backend = open_backend(spec.sandbox, run_id=spec.run_id, registry=registry, access=access)
         await self._stack.enter_async_context(backend)
         self._loading = asyncio.create_task(asyncio.to_thread(openenv_types.training))
-        pool = self._pool = await self._stack.enter_async_context(Pool(backend, pool_bounds(spec.config)))
+        pool = self._pool = await self._stack.enter_async_context(open_pool(backend, spec.config))
         harnesses = [harness for source in setup.sources for harness in source.harnesses.values()]
         harbor = await open_harbor(self._stack, spec, backend, *harnesses)
         caps, desk = Caps(spec.config), Desk(self._lines)

@@ -1,9 +1,10 @@
-"""A thread of an episode's own, for environments whose code is not async.
+"""A thread of an episode's or a reward's own, for people's code that is not async.
 
 Owns the thread: which one runs what, and what becomes of it when nobody waits any more. All calls of one episode come
 from one thread, as clients and databases of that kind expect. A thread cannot be killed: a call that is given up is
 waited for a moment, then left behind. Its late result is ignored, its thread ends when it does, and further calls get
-another thread; there is no pool that it would fill up. Called by environments and `own_loop`.
+another thread; there is no pool that it would fill up, and none that the runner's end would wait for. Called by
+`loops` and by `rewards.custom`.
 """
 
 from __future__ import annotations
