@@ -151,6 +151,8 @@ class Harness(_Data):
     told_off: list[str] = Field(default_factory=list)  # what it was told to leave alone: titles, updates, ...
     changing: list[str] = Field(default_factory=list)  # what of its prompt changes per request or per run, for people
     needs: str = ""  # one line for people: what this machine must have
+    # Why one conversation of it is more than one row, for people; "" = each turn holds all that came before it.
+    splits_rows: str = ""
     notes: str = ""  # one line for people: quirks that a reader of its traces should know
 
     @model_validator(mode="before")
@@ -203,7 +205,10 @@ def _filled(match: re.Match[str], values: Mapping[str, str | int]) -> str | int:
     if match[0].startswith("$$"):
         return match[0][1:]
     if name not in values:
-        raise ConfigError(f"harness: unknown placeholder ${{{name}}}; known are {', '.join(PLACEHOLDERS)}")
+        raise ConfigError(
+            f"unknown placeholder ${{{name}}}; known are {', '.join(values)}; for the text itself, which a shell is to "
+            f"fill in, write $${{{name}}}"
+        )
     return values[name]
 
 
@@ -220,5 +225,14 @@ def render_files(harness: Harness, values: Mapping[str, str | int]) -> dict[str,
     files = {}
     for path, content in harness.files.items():
         filled = render(content, values)
-        files[path] = filled if isinstance(filled, str) else json.dumps(filled, indent=1)
+        files[path] = filled if isinstance(filled, str) else _as_json(filled)
     return files
+
+
+# What YAML takes in text only as an escape of its own, which JSON's is too.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
+
+
+def _as_json(data: Any) -> str:
+    """JSON that YAML readers take as well: they make two lone halves of JSON's escape of a character above U+FFFF."""
+    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(data, indent=1, ensure_ascii=False))

@@ -7,7 +7,9 @@ process of ours that works in another folder (`pin_command`).
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from harness_trainer.errors import ConfigError
@@ -16,6 +18,7 @@ from harness_trainer.harnesses.base import Harness, literal
 PREFIX = "cmd:"
 INSTRUCTION = "HARNESS_TRAINER_INSTRUCTION"
 _TAKEN = "harness-trainer-file:"  # before the absolute path of a file to take along, in a pinned command
+_LONGEST_NAME = 60  # characters: metrics and pages show it
 
 _WITH_V1, _PLAIN, _TOKEN, _MODEL = "${base_url}/v1", "${base_url}", "${token}", "${model}"
 ENV = {
@@ -39,12 +42,12 @@ ENV = {
 }
 
 
-def command_harness(spec: str) -> Harness:
+def command_harness(spec: str, folder: Path) -> Harness:
     """The harness of `cmd:<command>`; the instruction comes on standard input and in a variable.
 
-    It runs in the sandbox, in the task's folder, without a shell. Files of the current folder that it names as
-    arguments are taken along; other paths are the sandbox's. What it prints is its final message. Raises ConfigError
-    when there is no command, its quotes do not match, or a file cannot be taken along.
+    It runs in the sandbox, in the task's folder, without a shell. Files of `folder` that it names as arguments are
+    taken along; other paths are the sandbox's. What it prints is its final message. Raises ConfigError when there is
+    no command, its quotes do not match, or a file cannot be taken along.
     """
     try:
         words = shlex.split(spec.removeprefix(PREFIX))
@@ -54,19 +57,19 @@ def command_harness(spec: str) -> Harness:
         ) from error
     if not words or not words[0]:
         raise ConfigError(f'harness {spec!r} has no command: give one, as in --harness "cmd:python my_agent.py"')
-    if _is_ours(words[0]):
+    if _is_ours(words[0], folder):
         raise ConfigError(f'harness {spec!r}: name the interpreter of {words[0]} too, as in "cmd:sh {words[0]}"')
-    ours = {word: f"agent/{Path(word).name}" for word in words[1:] if _is_ours(word)}
+    ours = {word: f"agent/{Path(word).name}" for word in words[1:] if _is_ours(word, folder)}
     if len(set(ours.values())) < len(ours):
         raise ConfigError(f"harness {spec!r}: two of its files have the same name; rename one")
     return Harness.model_validate(
         {
-            "name": f"cmd:{Path(words[0]).name}",
+            "name": f"{PREFIX}{_name(words, ours)}",
             "dialect": "openai_chat",  # what to expect; the gateway takes them all
             "argv": [f"${{home}}/{ours[word]}" if word in ours else literal(word) for word in words],
             "stdin": "${instruction}",
             "env": ENV,
-            "files": {f"/home/{inside}": literal(_text(spec, word)) for word, inside in ours.items()},
+            "files": {f"/home/{inside}": literal(_text(spec, word, folder)) for word, inside in ours.items()},
             "output": {"type": "text"},
             "notes": "a command of the user's: nothing was told to leave anything alone",
         }
@@ -82,20 +85,31 @@ def pin_command(spec: str) -> str:
         words = shlex.split(spec.removeprefix(PREFIX))
     except ValueError:
         return spec
-    pinned = [f"{_TAKEN}{Path(word).resolve()}" if n and _lies_here(word) else word for n, word in enumerate(words)]
+    pinned = [
+        f"{_TAKEN}{Path(word).resolve()}" if n and _lies_in(Path(), word) else word for n, word in enumerate(words)
+    ]
     return spec if pinned == words else PREFIX + shlex.join(pinned)
 
 
-def _is_ours(word: str) -> bool:
-    return word.startswith(_TAKEN) or _lies_here(word)
+def _name(words: list[str], ours: Mapping[str, str]) -> str:
+    """After the first file of ours that it runs, its interpreter left out; else after the whole command."""
+    first = next((n for n, word in enumerate(words) if word in ours), 0)
+    begins = Path(ours.get(words[first], words[first])).name
+    rest = [Path(ours[word]).name if word in ours else word for word in words[first + 1 :]]
+    name = " ".join(" ".join([begins, *rest]).split())
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
 
 
-def _lies_here(word: str) -> bool:
-    return not Path(word).is_absolute() and Path(word).is_file()
+def _is_ours(word: str, folder: Path) -> bool:
+    return word.startswith(_TAKEN) or _lies_in(folder, word)
 
 
-def _text(spec: str, word: str) -> str:
+def _lies_in(folder: Path, word: str) -> bool:
+    return not os.path.isabs(word) and os.path.isfile(folder / word)  # a word may be a script, too long for a path
+
+
+def _text(spec: str, word: str, folder: Path) -> str:
     try:
-        return Path(word.removeprefix(_TAKEN)).read_text(encoding="utf-8")
+        return (folder / word.removeprefix(_TAKEN)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"harness {spec!r}: {word} cannot be taken along, it must be readable UTF-8 text") from error

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from harness_trainer.errors import ConfigError, SetupError
-from harness_trainer.harnesses.base import PLACEHOLDERS, Harness, render, render_env
+from harness_trainer.harnesses.base import Harness, render, render_env
+from harness_trainer.harnesses.trial import TYPICAL
 from sandboxes.harbor import PYTHON_VARIABLE, SETUP
 
 PREFIX = "harbor:"
@@ -94,8 +95,7 @@ def check_agent(harness: Harness) -> None:
 
     Raises ConfigError, with the agents that it knows, and SetupError when there is no Harbor that works.
     """
-    typical = {name: 1000 if name in ("context", "max_tokens", "max_turns") else name for name in PLACEHOLDERS}
-    order = order_for(harness, typical)
+    order = order_for(harness, TYPICAL)
     python = find_harbor()
     argv = [str(python), "-P", str(WORKER), "check", json.dumps(order)]
     try:

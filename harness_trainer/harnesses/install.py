@@ -84,8 +84,8 @@ def _npm_install(name: str, install: NpmInstall, home: Path, progress: Callable[
     npm = shutil.which("npm")
     if npm is None:
         raise SetupError(
-            f"harness {name} needs npm, which is not on PATH: `apt-get install npm` (or install Node.js 20), "
-            "or use --harness pyagent, which needs none"
+            f"harness {name} needs npm, which is not on PATH: install Node.js 20 or newer, which brings it "
+            "(https://nodejs.org/en/download; Debian 12's own is older), or use --harness pyagent, which needs none"
         )
     packages = list(install.packages)
     if install.node is not None:
@@ -97,7 +97,12 @@ def _npm_install(name: str, install: NpmInstall, home: Path, progress: Callable[
         command = [npm, "install", "--no-audit", "--no-fund", "--no-update-notifier", *packages]
         done = _run(command, work, f"`npm install {' '.join(packages)}`")
         check = [str(work / "node_modules" / ".bin" / install.check[0]), *install.check[1:]]
-        if done.returncode == 0 and Path(check[0]).exists():
+        if done.returncode == 0:
+            if not Path(check[0]).exists():
+                raise SetupError(
+                    f"installing harness {name} failed: {' '.join(packages)} brings no program {install.check[0]!r}; "
+                    "mend install.check or install.packages in its adapter"
+                )
             done = _run(check, work, f"{name} after installing", _check_env(install, Path(check[0]).parent))
         if done.returncode != 0:
             tail = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]

@@ -7,6 +7,7 @@ what it does not say is unknown, never zero. Called by `rollouts.rollout`.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ def read_report(harness: Harness, stdout: str, exit_code: int | None) -> AgentRe
     events = list(_lines(stdout) if output.type == "jsonl" else _document(stdout))
     names = _values(events, output.tool_calls)
     failure, own_limit, final = (_last(events, matches) for matches in (output.failure, output.limit, output.final))
+    if output.type == "json" and not events and exit_code == 0 and not harness.exit_0_is_success:
+        failure = "it printed no whole JSON document, which alone would tell how it ended"
     told = output.tool_calls and events and not (failure is not None and output.forgets_on_failure)
     return AgentReport(
         final_message=final if final not in (failure, own_limit) else None,  # then they are no words of the model's
@@ -47,20 +50,25 @@ def _lines(stdout: str) -> Iterator[Any]:
     for line in stdout.split("\n"):  # not `splitlines`: what a model says may hold U+2028 and the like
         try:
             yield json.loads(line)
-        except ValueError:
-            continue  # agents mix plain log lines into their JSON output
+        except (ValueError, RecursionError):
+            continue  # agents mix plain log lines into their JSON output; models nest brackets without an end
+
+
+_GOES_ON = re.compile(r"\s*[,\]}]")  # behind what is inside another document
 
 
 def _document(stdout: str) -> Iterator[Any]:
-    """The first JSON object or list that begins a line."""
+    """The first whole JSON object or list that begins a line; none of one that was cut, nor what was inside it."""
     decoder, start = json.JSONDecoder(), 0
     for line in stdout.split("\n"):
-        if line.lstrip()[:1] in ("{", "["):
+        if line[:1] in ("{", "["):
             try:
-                yield decoder.raw_decode(stdout, start + len(line) - len(line.lstrip()))[0]
+                document, end = decoder.raw_decode(stdout, start)
+            except (ValueError, RecursionError):
+                document, end = None, start
+            if document is not None and _GOES_ON.match(stdout, end) is None:
+                yield document
                 return
-            except ValueError:
-                pass
         start += len(line) + 1
 
 
@@ -80,8 +88,12 @@ def _each(events: list[Any], match: Match) -> Iterator[Any]:
     for event in events:
         for entry in _entries(event, match):
             for value in _at(entry, match.field):
-                if value is not None and (not match.begins or str(value).lstrip().startswith(match.begins)):
+                if value is not None and (not match.begins or _begins(value, match.begins)):
                     yield value
+
+
+def _begins(value: Any, words: str) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith(words)
 
 
 def _joined(events: list[Any], match: Match) -> Iterator[str]:

@@ -53,8 +53,11 @@ class SessionFailed(RuntimeError):
 
 
 def prompt_rows(tasks: str) -> list[dict[str, Any]]:
-    """A row per task for a trainer's dataset, in the form that `HarnessSessionFactory.create` knows again."""
-    return [{"prompt": [{"role": "user", "content": task.instruction}]} for task in load_tasks(tasks)]
+    """A row per task for a trainer's dataset, in the form that `HarnessSessionFactory.create` knows again.
+
+    The message's `name` is the task's, for tasks may have the same instruction.
+    """
+    return [{"prompt": [{"role": "user", "name": t.name, "content": t.instruction}]} for t in load_tasks(tasks)]
 
 
 class HarnessSession(ResourceSession):  # type: ignore[misc]
@@ -187,7 +190,8 @@ class HarnessSessionFactory(ResourceSessionFactory[HarnessSession]):  # type: ig
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> HarnessSession:
         """Start the agent on a task: one by name, a prompt of `prompt_rows`, or, with an empty prompt, `seed`'s task.
 
-        The same seed always means the same task. Raises TaskError for a prompt that belongs to no task.
+        An instruction alone that several tasks have means one of them, by seed. The same seed always means the same
+        task. Raises TaskError for a prompt that belongs to no task.
         """
         group = seed if seed is not None else 0
         # An id of our own: a trainer may give one twice, and a session of the gateway is single-use.
@@ -202,10 +206,17 @@ class HarnessSessionFactory(ResourceSessionFactory[HarnessSession]):  # type: ig
     def _task(self, wanted: Any, seed: int | None) -> Task:
         if isinstance(wanted, Task):
             return wanted
-        text = _text(wanted)
-        for task in self._tasks:
-            if text and text in (task.name, task.instruction.strip()):
-                return task
+        name, text = _asked_for(wanted)
+        found = (
+            [task for task in self._tasks if task.name == name]
+            or [task for task in self._tasks if task.name == text]
+            or [task for task in self._tasks if text and task.instruction.strip() == text]
+        )
+        if len(found) > 1 and seed is None:
+            names = ", ".join(task.name for task in found[:5])
+            raise TaskError(f"several tasks have the instruction {text[:80]!r}: give a name ({names}, ...) or a seed")
+        if found:
+            return found[(seed or 0) % len(found)]
         if text or seed is None:
             names = ", ".join(task.name for task in self._tasks[:5])
             raise TaskError(
@@ -215,12 +226,14 @@ class HarnessSessionFactory(ResourceSessionFactory[HarnessSession]):  # type: ig
         return task_of_group(seed, self._tasks, self._config.seed)
 
 
-def _text(wanted: Any) -> str:
-    """The prompt as text: a string, or the last user message of a conversation."""
+def _asked_for(wanted: Any) -> tuple[Any, str]:
+    """The prompt's name, if it has one, and its text: a string, or the last user message of a conversation."""
+    name = None
     if isinstance(wanted, list):
         users = [message for message in wanted if isinstance(message, Mapping) and message.get("role") == "user"]
-        wanted = users[-1].get("content") if users else ""
-    return wanted.strip() if isinstance(wanted, str) else ""
+        last: Mapping[str, Any] = users[-1] if users else {}
+        name, wanted = last.get("name"), last.get("content")
+    return name, wanted.strip() if isinstance(wanted, str) else ""
 
 
 def _config(rollouts: Mapping[str, Any], sampling: Mapping[str, float]) -> RolloutConfig:

@@ -29,10 +29,13 @@ class Report:
     version: str  # what is installed; "" = nothing has to be
     problem: str
     lines: list[Line]
+    splits_rows: str = ""  # the adapter's word on why a conversation of it is more than one row; "" = it is one
 
     @property
     def good(self) -> bool:
-        return not self.problem and all(line.verdict is not Verdict.FAILED for line in self.lines)
+        """It failed nothing, and passed something: an agent that has no tool for any scenario shows nothing."""
+        verdicts = {line.verdict for line in self.lines}
+        return not self.problem and Verdict.PASSED in verdicts and Verdict.FAILED not in verdicts
 
     def as_json(self) -> dict[str, Any]:
         lines = [line.as_json() for line in self.lines]
@@ -41,6 +44,7 @@ class Report:
             "version": self.version,
             "good": self.good,
             "problem": self.problem,
+            "splits_rows": self.splits_rows,
             "scenarios": lines,
         }
 
@@ -87,12 +91,12 @@ async def qualify(
         line = await _line(harness, programs, scenario, setting)
         say(f"{harness.name}: {scenario.name} {line.verdict}{f' -- {line.why}' if line.why else ''}")
         lines.append(line)
-    return Report(harness.name, version_of(harness), "", lines)
+    return Report(harness.name, version_of(harness), "", lines, harness.splits_rows)
 
 
 async def _line(harness: Harness, programs: Path, scenario: Scenario, setting: Setting) -> Line:
     try:
-        return line_of(harness.name, scenario, await play(harness, programs, scenario, setting))
+        return line_of(harness, scenario, await play(harness, programs, scenario, setting))
     except (HarnessTrainerError, SandboxError) as error:
         if scenario.sealed:  # not every machine and sandbox can watch an agent's ways out
             return Line(harness.name, scenario.name, Verdict.NOT_OFFERED, f"cannot be watched here: {error}")

@@ -40,7 +40,8 @@ _LEGEND = """\
 - `-` = nothing to count, or the agent has no tool for it; `?` = not run, or unknown.
 - **passed**: scenarios passed, of those that the agent has the tools for.
 - **turns**: the agent's model calls, as captured. **lineages**: its own conversation and one per sub-agent, in all \
-scenarios together. **rows/lineage**: 1 = every turn extends the one before by token prefix.
+scenarios together. **rows/lineage**: 1 = every turn extends the one before by token prefix; more fails, \
+but for what the adapter says cannot be helped, which stands behind the number.
 - **side calls**: titles, summaries and attempts that failed; captured, never trained.
 - **bridged**: share of following prompts that were continued token by token; `-` with the scripted engine, which has \
 no chat template.
@@ -73,7 +74,7 @@ def summary(report: Report) -> dict[str, str]:
         "routes": ", ".join(routes) or "?",
         "turns": _text(turns),
         "lineages": _text(conversations),
-        "rows/lineage": _ratio(_sum(passed, "num_rows"), _sum(passed, "num_conversations")),
+        "rows/lineage": _rows(report, passed),
         "side calls": _text(_sum(lines, "num_side")),
         "bridged": _ratio(_sum(lines, "num_bridged"), _sum(lines, "num_following"), unknown="-"),
         "drift tokens": _text(_sum(lines, "drift_tokens")),
@@ -150,6 +151,11 @@ def _hosts(lines: Iterable[Line]) -> str:
     if not watched:
         return "?"
     return ", ".join(sorted({host for hosts in watched for host in hosts})) or "none"
+
+
+def _rows(report: Report, passed: list[Line]) -> str:
+    ratio = _ratio(_sum(passed, "num_rows"), _sum(passed, "num_conversations"))
+    return f"{ratio}: {report.splits_rows}" if report.splits_rows else ratio
 
 
 def _steps(lines: Iterable[Line]) -> str:

@@ -75,10 +75,11 @@ def _delegate(request: ChatRequest) -> list[ToolCall | None]:
     return [vocabulary.delegate(request, f"{SUBTASK_MARK}: say that you are there.")]
 
 
+BASE = "write"  # an agent that has no tool for this one is none that can be qualified
 _SHELL_NEEDED = "a tool that runs commands"
 _LOOK = _run("echo looking around")
 SCENARIOS: Sequence[Scenario] = (
-    Scenario("write", "a tool call that writes a file", (_write,)),
+    Scenario(BASE, "a tool call that writes a file", (_write,)),
     Scenario("failing-tool", "a command that exits 3", (_run("echo broken >&2; exit 3"), _write), needs=_SHELL_NEEDED),
     Scenario("parallel", "two tool calls in one reply", (_parallel,)),
     Scenario("long-output", "a command that prints 229 kB", (_run(LONG_OUTPUT), _write), needs=_SHELL_NEEDED),

@@ -12,8 +12,9 @@ from typing import Any
 
 from capture_proxy import graph, trace
 from capture_proxy.types import Capture, Turn, TurnRole
+from harness_trainer.harnesses.base import Harness
 from harness_trainer.qualify.bench import Evidence
-from harness_trainer.qualify.scenarios import Expect, Scenario
+from harness_trainer.qualify.scenarios import BASE, Expect, Scenario
 from harness_trainer.qualify.step import Step
 from harness_trainer.rollouts.types import Outcome
 
@@ -57,11 +58,14 @@ class Line:
         return {**asdict(self), "verdict": self.verdict.value}
 
 
-def line_of(harness: str, scenario: Scenario, evidence: Evidence) -> Line:
+def line_of(harness: Harness, scenario: Scenario, evidence: Evidence) -> Line:
+    counted = _counted(evidence.capture, real_engine=scenario.free) if evidence.capture is not None else {}
     verdict, why = _judge(scenario, evidence)
     result, director = evidence.result, evidence.director
+    if verdict is Verdict.PASSED and scenario.expect is Expect.DONE and not scenario.free:
+        verdict, why = _judge_rows(harness, counted, director.num_conversations)
     return Line(
-        harness=harness,
+        harness=harness.name,
         scenario=scenario.name,
         verdict=verdict,
         why=why,
@@ -74,7 +78,7 @@ def line_of(harness: str, scenario: Scenario, evidence: Evidence) -> Line:
         routes=dict(sorted(evidence.wire.routes.items())),
         refused=evidence.refused,
         step=evidence.step,
-        **(_counted(evidence.capture, real_engine=scenario.free) if evidence.capture is not None else {}),
+        **counted,
     )
 
 
@@ -112,6 +116,8 @@ def _drift(own: list[Turn], told: graph.Graph) -> int:
 def _judge(scenario: Scenario, evidence: Evidence) -> tuple[Verdict, str]:
     result, director = evidence.result, evidence.director
     said = result.detail or f"outcome {result.outcome}"
+    if director.lacks and scenario.name == BASE:
+        return Verdict.FAILED, f"it offers no {scenario.needs.removeprefix('a ')} by a name that qualify knows"
     if director.lacks:
         return Verdict.NOT_OFFERED, f"it offers no {director.lacks.removeprefix('a ')}"
     if result.failed_stage not in ("", "agent"):
@@ -151,8 +157,6 @@ def _judge_stop(scenario: Scenario, evidence: Evidence, said: str) -> tuple[Verd
         return Verdict.FAILED, f"it made {result.num_turns} calls where {scenario.max_turns} were allowed"
     if result.outcome is Outcome.TRUNCATED:
         return Verdict.PASSED, said
-    if result.outcome is Outcome.OK and result.num_turns == scenario.max_turns:
-        return Verdict.PASSED, "it stopped at its own limit"
     return Verdict.FAILED, f"the budget ended it otherwise than as truncated: {said}"
 
 
@@ -168,3 +172,12 @@ def _judge_capture(scenario: Scenario, evidence: Evidence) -> tuple[Verdict, str
     if result.num_trainable_turns != result.num_turns:
         return Verdict.FAILED, f"only {result.num_trainable_turns} of {result.num_turns} turns can be trained"
     return Verdict.PASSED, ""
+
+
+def _judge_rows(harness: Harness, counted: dict[str, Any], conversations: int) -> tuple[Verdict, str]:
+    """Whether each conversation of a whole capture is one row, where the adapter does not say why it is not."""
+    rows, drift = counted["num_rows"], counted["drift_tokens"]
+    if harness.splits_rows or (rows == conversations and not drift):
+        return Verdict.PASSED, ""
+    unlike = f"{rows} rows and {drift} drift tokens of {conversations} conversations, which should be a row each"
+    return Verdict.FAILED, f"{unlike}; what cannot be helped is named in its adapter's splits_rows"

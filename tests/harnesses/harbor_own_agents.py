@@ -57,6 +57,23 @@ async def commands(agent, environment):
     assert "7654321" not in ran.stdout, "a command whose caller was cancelled is ended"
 
 
+async def typed(agent, environment):
+    """What a model may type, which no system could give a shell."""
+    for command, why in {
+        "echo a\0b": "NUL",
+        "echo \ud83d": "half a character",
+        "echo " + "x" * 2**17: "argument list too long",
+    }.items():
+        ran = await environment.exec(command)
+        assert (ran.stdout, ran.return_code) == ("", 126) and why in ran.stderr, ran
+    assert (await environment.exec("echo \U0001f680" + "x" * 100_000)).return_code == 0
+    try:
+        await environment.download_file("/app/a\0b", "/tmp/nowhere")
+    except RuntimeError:
+        return
+    raise AssertionError("there is no file of that name")
+
+
 async def files(agent, environment):
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from harness_trainer import harnesses
 from harness_trainer.errors import ConfigError
-from harness_trainer.harnesses import load_harness, shipped
-from harness_trainer.harnesses.base import PLACEHOLDERS, render, render_env, render_files
+from harness_trainer.harnesses import load_harness, pinned, shipped
+from harness_trainer.harnesses.base import PLACEHOLDERS, Harness, render, render_env, render_files
 from harness_trainer.harnesses.reading import read_report
 
 VALUES = {name: f"<{name}>" for name in PLACEHOLDERS} | {"context": 4096, "max_tokens": 64, "max_turns": 3}
@@ -89,6 +90,66 @@ def test_a_users_file_may_extend_a_shipped_adapter(tmp_path):
     assert harness.env["OPENAI_API_KEY"] == "${token}"
 
 
+def test_what_a_file_extends_lies_beside_it_wherever_one_works(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "base.yaml").write_text("extends: pyagent\nenv: {EXTRA: '1'}\n")
+    (tmp_path / "sub" / "mine.yaml").write_text("extends: ./base.yaml\nname: mine\n")
+    monkeypatch.chdir(tmp_path)
+    absolute = pinned("sub/mine.yaml")
+    assert load_harness("sub/mine.yaml") == load_harness("mine.yaml", tmp_path / "sub")
+    monkeypatch.chdir("/")
+    harness = load_harness(absolute)
+    assert (harness.name, harness.env["EXTRA"]) == ("mine", "1")
+
+
+@pytest.mark.parametrize(
+    ("extends", "reason"),
+    [
+        ("./mine.yaml", "mine.yaml extends itself"),
+        ("./other.yaml", "mine.yaml extends itself, by way of .*other.yaml"),
+        ("3", "must be one adapter's name or file, not 3"),
+        ("[pi]", "not .'pi'."),
+        ("./nosuch.yaml", "there is no .*/nosuch.yaml"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused_in_one_line(tmp_path, extends, reason):
+    (tmp_path / "mine.yaml").write_text(f"extends: {extends}\nname: mine\n")
+    (tmp_path / "other.yaml").write_text("extends: mine.yaml\n")
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_harness(str(tmp_path / "mine.yaml"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        'argv: [sh, -c, "cd ${HOME}"]',
+        'stdin: "${HOME}"',
+        'env: {A: "${HOME}"}',
+        'env_json: {A: {b: ["${HOME}"]}}',
+        'files: {/home/x: "${HOME}"}',
+        'intercept: {host: api.openai.com, argv: ["${HOME}/x"]}',
+        'intercept: {host: api.openai.com, env: {A: "${HOME}"}}',
+        'install: {type: npm, packages: [x@1], check: [x], env: {A: "${HOME}"}}',
+        '{argv: [], stdin: null, harbor: {agent: pi, options: {a: "${HOME}"}}}',
+    ],
+)
+def test_a_placeholder_that_does_not_exist_is_found_when_the_file_is_read_wherever_it_stands(tmp_path, part):
+    more = {"argv": ["x"], **yaml.safe_load(part)}
+    data = {"name": "mine", "dialect": "openai_chat", "output": {"type": "text"}, **more}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not valid.*\$\{HOME\}.*write \$\$\{HOME\}"):
+        load_harness(str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(data).replace("${HOME}", "$${HOME}"))
+    load_harness(str(tmp_path / "mine.yaml"))
+
+
+def test_data_that_json_has_not_is_found_when_the_file_is_read(tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: pyagent\nfiles: {/home/x: {since: 2026-01-01}}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not valid.*date is not JSON"):
+        load_harness(str(tmp_path / "mine.yaml"))
+
+
 def test_unknown_placeholder_is_named():
     with pytest.raises(ConfigError, match=r"\$\{tokn\}"):
         render("Bearer ${tokn}", VALUES)
@@ -106,3 +167,11 @@ def test_final_message_is_the_last_matching_line_and_survives_noise():
     ]
     assert read_report(harness, "\n".join(lines), 0).final_message == "last"
     assert read_report(harness, "no json at all", 0).final_message is None
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_line_of_more_brackets_than_can_be_read_is_no_json(kind):
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    data = load_harness("pyagent").model_dump() | {"output": {"type": kind, "final": [{"field": "said"}]}}
+    report = read_report(Harness.model_validate(data), f'{deep}\n{{"said": "last"}}\n', 0)
+    assert report.final_message == "last"

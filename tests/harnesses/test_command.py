@@ -38,7 +38,9 @@ async def test_a_file_of_the_users_reaches_the_gateway_by_the_variables_of_every
     (tmp_path / "my_agent.py").write_text(AGENT)
     engine = ScriptedEngine("hm")
     result = await roll(tmp_path, engine, load_harness("cmd:python3 my_agent.py 'two words' ${home}"))
-    assert (result.outcome, result.reward, result.harness) == (Outcome.OK, 1.0, "cmd:python3"), result.detail
+    assert (result.outcome, result.reward, result.harness) == (Outcome.OK, 1.0, "cmd:my_agent.py two words ${home}"), (
+        result.detail
+    )
     assert [request.messages[-1]["content"] for request in engine.requests] == ["Say moon."] * 3
     said = (tmp_path / "artifacts" / "g0-0-a" / "agent.stdout.log").read_text()
     assert said == "the moon, ${token} and two words ${home}\n", "what is the user's is not filled in"
@@ -57,6 +59,24 @@ def test_a_pinned_command_takes_the_same_files_along_from_any_folder(tmp_path, m
     assert pin_command("cmd:/opt/agents/run --fast") == "cmd:/opt/agents/run --fast"
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python3 a.py", "cmd:a.py"),
+        ("python3 -u sub/b.py --data a.py", "cmd:b.py --data a.py"),
+        ("/opt/venv/bin/python -m my.agent", "cmd:python -m my.agent"),
+        ("my-agent", "cmd:my-agent"),
+        (f"sh -c 'echo  1\n{'x' * 300}'", f"cmd:sh -c echo 1 {'x' * 44}..."),
+    ],
+)
+def test_a_command_is_called_after_the_file_that_it_runs_else_after_all_of_it(tmp_path, monkeypatch, command, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for file in ("a.py", "sub/b.py"):
+        (tmp_path / file).write_text("")
+    assert load_harness(f"cmd:{command}").name == load_harness(pin_command(f"cmd:{command}")).name == name
+
+
 def test_all_keys_are_the_token_and_all_addresses_the_gateways():
     values = {name: f"<{name}>" for name in PLACEHOLDERS}
     harness = load_harness("cmd:/opt/agents/run --fast")
@@ -65,7 +85,7 @@ def test_all_keys_are_the_token_and_all_addresses_the_gateways():
     assert {value for name, value in env.items() if name.endswith("_MODEL")} == {"<model>"}
     urls = {value for name, value in env.items() if "_BASE" in name}
     assert urls == {"<base_url>", "<base_url>/v1"}
-    assert (harness.name, render(harness.argv, values)) == ("cmd:run", ["/opt/agents/run", "--fast"])
+    assert (harness.name, render(harness.argv, values)) == ("cmd:run --fast", ["/opt/agents/run", "--fast"])
     assert render_files(harness, values) == {}
     assert json.dumps(env).count("<instruction>") == 1
 

@@ -78,7 +78,7 @@ async def test_a_sandbox_without_a_root_of_its_own_is_refused(harbor, tmp_path):
 
 async def test_an_agent_has_the_sandbox_and_nothing_of_this_machine(harbor, tmp_path):
     harness = own(root="agent", context="${context}", env={"OF_THE_FILE": "${model}"})
-    job_task = asked(tmp_path, "call surroundings commands files logs moon")
+    job_task = asked(tmp_path, "call surroundings commands typed files logs moon")
     result = await roll(tmp_path, ScriptedEngine("hm"), harness, job_task=job_task)
     stderr = (kept(tmp_path) / "agent.stderr.log").read_text()
     assert (result.outcome, result.reward, result.exit_code) == (Outcome.OK, 1.0, 0), (result.detail, stderr)

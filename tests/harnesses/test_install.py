@@ -32,7 +32,7 @@ def local_package(tmp_path, script):
 
 def test_without_npm_the_error_names_the_command_and_a_harness_that_needs_none(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SetupError, match=r"apt-get install npm.*--harness pyagent"):
+    with pytest.raises(SetupError, match=r"Node.js 20 or newer.*--harness pyagent"):
         ensure_installed(npm_harness("x@1", ["x"]), tmp_path, print)
 
 
@@ -53,6 +53,13 @@ def test_an_install_whose_program_does_not_start_is_not_kept(tmp_path):
             ensure_installed(harness, tmp_path / "cache", print)
     left = [p.name for p in (tmp_path / "cache" / "harnesses").iterdir() if not p.name.endswith(".lock")]
     assert left == []
+
+
+def test_packages_that_do_not_bring_the_program_that_is_to_be_checked_are_not_kept(tmp_path):
+    harness = npm_harness(local_package(tmp_path, "#!/bin/sh\nexit 0\n"), ["pgk", "--version"])
+    for _ in range(2):
+        with pytest.raises(SetupError, match="brings no program 'pgk'; mend install.check"):
+            ensure_installed(harness, tmp_path / "cache", print)
 
 
 # --- Python agents --------------------------------------------------------------------------------------------------

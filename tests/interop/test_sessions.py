@@ -7,6 +7,7 @@ import pickle
 from functools import partial
 
 import pytest
+from datasets import Dataset
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, TrainableSession
 from openenv.core.harness.capture.upstream import training_sampling
 from openenv.core.harness.training import TrainingTrace
@@ -16,6 +17,7 @@ from capture_proxy.errors import EngineUnreachable
 from harness_trainer.errors import SetupError, TaskError
 from harness_trainer.interop import HarnessSessionFactory, SessionFailed, prompt_rows
 from tests.capture.serving import served, until
+from tests.rollouts.rolling import VERIFY
 
 
 @contextlib.asynccontextmanager
@@ -95,6 +97,24 @@ async def test_a_prompt_means_a_task_by_name_or_text_or_by_seed_and_nothing_else
             factory.create("")
         await asyncio.gather(*(asyncio.to_thread(session.close) for session in sessions))
     assert [row["prompt"][0]["content"] for row in prompt_rows(settings["tasks"])] == ["Say moon.", "Say sun."]
+
+
+async def test_tasks_of_one_instruction_are_told_apart_by_the_name_in_their_row_or_else_by_seed(tmp_path, settings):
+    lines = [{"name": name, "instruction": "Fix the tests.", "verify": VERIFY} for name in ("a", "b", "c")]
+    (tmp_path / "alike.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings["tasks"] = str(tmp_path / "alike.jsonl")
+    rows = [row["prompt"] for row in Dataset.from_list(prompt_rows(settings["tasks"]))]
+    assert [row[0]["content"] for row in rows] == ["Fix the tests."] * 3
+    async with a_factory(tmp_path, settings, ScriptedEngine("x")) as factory:
+        asked = [(rows[2], 7), (rows[0], 8), *((prompt("Fix the tests."), seed) for seed in (3, 4, 5, 3))]
+        sessions = [await asyncio.to_thread(factory.create, *wanted) for wanted in asked]
+        assert [session.job.task.name for session in sessions] == ["c", "a", "a", "b", "c", "a"]
+        with pytest.raises(TaskError, match="several tasks have the instruction 'Fix the tests.'.*a, b, c"):
+            factory.create(prompt("Fix the tests."))
+        someone = [{"role": "user", "name": "alice", "content": "b"}]
+        sessions.append(await asyncio.to_thread(factory.create, someone, 1))
+        assert sessions[-1].job.task.name == "b", "a name that is no task's is no task"
+        await asyncio.gather(*(asyncio.to_thread(session.close) for session in sessions))
 
 
 async def test_an_agent_that_is_still_at_work_is_ended_and_what_it_did_can_be_trained_but_is_not_scored(

@@ -9,7 +9,7 @@ import pytest
 from harness_trainer.cache import cache_dir
 from harness_trainer.cli import main
 from harness_trainer.qualify.bench import Setting
-from harness_trainer.qualify.check import harness_names, qualify, scenarios_of
+from harness_trainer.qualify.check import Report, harness_names, qualify, scenarios_of
 from harness_trainer.qualify.page import page, summary
 from harness_trainer.qualify.verdict import Verdict
 from sandboxes.local import LocalConfig
@@ -19,6 +19,27 @@ CALL = (
     """curl -s -m 20 -H "Authorization: Bearer $TOKEN" -H "Content-Type: application/json" -d '{"model": "m", """
     """"messages": [{"role": "user", "content": "go"}]}' "$URL" > /dev/null"""
 )
+
+
+# An agent with a tool of the given name, a limit of 3 turns that it does not tell, and a way to repeat what was said.
+PYTHON_AGENT = """
+import json, os, subprocess, sys, urllib.request
+tool, behind = sys.argv[1:]
+parameters = {"type": "object", "properties": {"command": {"type": "string"}}}
+tools = [{"type": "function", "function": {"name": tool, "parameters": parameters}}]
+messages = [{"role": "user", "content": sys.stdin.read()}]
+for _ in range(3):
+    body = json.dumps({"model": "m", "messages": messages, "tools": tools}).encode()
+    headers = {"authorization": "Bearer " + os.environ["TOKEN"], "content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(os.environ["URL"], body, headers)) as reply:
+        said = json.load(reply)["choices"][0]["message"]
+    messages.append({**said, "content": (said["content"] or "") + behind})
+    for call in said.get("tool_calls") or []:
+        subprocess.run(json.loads(call["function"]["arguments"])["command"], shell=True)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "done"})
+    if not said.get("tool_calls"):
+        break
+"""
 
 
 @pytest.fixture
@@ -42,6 +63,15 @@ def agent(tmp_path):
         path = tmp_path / "fake.yaml"
         path.write_text(json.dumps(data))
         return str(path)
+
+    return written
+
+
+@pytest.fixture
+def python_agent(agent):
+    def written(tool="bash", behind="", **fields):
+        argv = ["python3", "-c", PYTHON_AGENT, tool, behind]
+        return agent("", argv=argv, stdin="${instruction}", **fields)
 
     return written
 
@@ -123,6 +153,30 @@ async def test_an_agent_that_floods_its_log_is_judged_by_its_work(setting, tmp_p
 async def test_an_agent_that_takes_a_fault_for_success_is_not_called_qualified_by_it(setting, tmp_path, agent):
     report = await judged(agent(f"{CALL}; exit 0"), setting, tmp_path, "engine-500")
     assert report.lines[0].verdict is Verdict.FAILED and "before the fault" in report.lines[0].why
+
+
+async def test_an_agent_whose_tools_nobody_knows_shows_nothing_and_does_not_qualify(setting, tmp_path, python_agent):
+    report = await judged(python_agent("my_terminal"), setting, tmp_path, "write", "failing-tool")
+    assert [line.verdict for line in report.lines] == [Verdict.FAILED, Verdict.NOT_OFFERED] and not report.good
+    assert "by a name that qualify knows" in summary(report)["why not"]
+    assert not Report("mine", "", "", report.lines[1:]).good, "it failed nothing, and passed nothing"
+
+
+async def test_a_conversation_that_becomes_two_rows_fails_unless_the_adapter_says_why(setting, tmp_path, python_agent):
+    report = await judged(python_agent(), setting, tmp_path, "write")
+    assert report.good and (report.lines[0].num_rows, report.lines[0].drift_tokens) == (1, 0), report.lines[0].why
+    report = await judged(python_agent(behind="!"), setting, tmp_path, "write")
+    assert report.lines[0].verdict is Verdict.FAILED and not report.good
+    assert report.lines[0].why.startswith("2 rows and ") and "splits_rows" in report.lines[0].why
+    report = await judged(python_agent(behind="!", splits_rows="it shouts"), setting, tmp_path, "write")
+    assert report.good and summary(report)["rows/lineage"] == "2.00: it shouts"
+    assert "2.00: it shouts" in page([report], {}) and report.as_json()["splits_rows"] == "it shouts"
+
+
+async def test_an_agent_that_takes_its_own_turn_limit_for_success_fails(setting, tmp_path, python_agent):
+    report = await judged(python_agent(), setting, tmp_path, "budget")
+    assert report.lines[0].num_turns == 3 and report.lines[0].verdict is Verdict.FAILED
+    assert "otherwise than as truncated: outcome ok" in report.lines[0].why
 
 
 async def test_an_agent_that_cannot_be_installed_is_a_report_and_no_exception(setting, tmp_path, agent, monkeypatch):

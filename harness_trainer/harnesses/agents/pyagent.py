@@ -2,7 +2,7 @@
 
 Runs inside a sandbox as a program of its own, on whatever python3 is there: it needs only the standard library. It
 knows the model only through OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. Exit code 0 = it finished, 1 = the model
-could not be reached.
+could not be reached, 3 = it ran out of turns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 TIMEOUT_S = 600.0  # of one model call
 RETRIES = 2  # of a call that failed in a way that may pass
+OUT_OF_TURNS = 3  # exit code
 SYSTEM = "You are a helpful assistant. Answer the request."
 TOOLS: list[dict[str, Any]] = [
     {
@@ -128,7 +129,7 @@ def main() -> int:
         {"role": "user", "content": sys.stdin.read()},
     ]
     extra: dict[str, Any] = {} if options.no_tools else {"tools": TOOLS}
-    answer = ""
+    answer, exit_code = "", 0
     for _ in range(options.max_turns):
         try:
             message = complete(messages, **extra)
@@ -146,8 +147,10 @@ def main() -> int:
         for call in calls:
             result = call_tool(call["function"]["name"], call["function"]["arguments"])
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    else:  # nothing ended it
+        exit_code = 0 if options.no_tools else OUT_OF_TURNS
     print(answer)
-    return 0
+    return exit_code
 
 
 if __name__ == "__main__":
