@@ -8,7 +8,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from harness_trainer.engine.config import EngineConfig
 from harness_trainer.engine.replicas import refusal
@@ -195,6 +204,13 @@ class SamplingConfig(BaseModel):
             raise ValueError(why_not)
         return self
 
+    @model_validator(mode="after")
+    def _a_cluster_is_used(self) -> Self:
+        # Here and not where `rollouts` is defined, whose settings are read again for a run that is long over.
+        if why_not := self.rollouts.ray.refusal(self.rollouts.executor):
+            raise ValueError(why_not)
+        return self
+
     @property
     def each_source(self) -> list[SourceConfig]:
         """One or several, in the same form; the only one of a run without `sources` is named ""."""
@@ -225,7 +241,10 @@ class RunConfig(SamplingConfig):
 
 
 class CollectConfig(SamplingConfig):
-    """What `rollout` runs. Example: `CollectConfig(model="smollm2", tasks="examples", harness="pi", samples=8)`."""
+    """What `rollout` runs. Example: `CollectConfig(model="smollm2", tasks="examples", harness="pi", samples=8)`.
+
+    Sources may be those of a training run: `evaluation` of each is left out, and `left_out` names them.
+    """
 
     samples: int = Field(1, ge=1, description="rollouts of every task with every agent (k)")
     num_groups: int | None = Field(
@@ -237,16 +256,20 @@ class CollectConfig(SamplingConfig):
         "name for the model, and CAPTURE_PROXY_ENGINE_KEY its key",
     )
 
+    _left_out: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Settings of sources that are for training, by their path: ["sources.code.evaluation"]."""
+        return self._left_out
+
     @model_validator(mode="after")
     def _one_set_of_tasks(self) -> CollectConfig:
         if self.rollouts.evaluation.tasks is not None:
             raise ValueError("rollouts.evaluation.tasks is for training: here --tasks are what is evaluated")
-        for source in self.sources or ():
-            if source.evaluation is not None:
-                raise ValueError(
-                    f"source {source.name}: its `evaluation` is for training, and here its `tasks` are what is "
-                    f"evaluated: leave it out, or give {source.evaluation} as its tasks"
-                )
+        if self.sources is not None:
+            self._left_out = [f"sources.{one.name}.evaluation" for one in self.sources if one.evaluation is not None]
+            self.sources = [one.model_copy(update={"evaluation": None}) for one in self.sources]
         return self
 
     def as_run(self) -> RunConfig:

@@ -4,9 +4,11 @@ copies, ends in time.
 Owns signals, the deadline and when copies are made. Checking and training are the ordinary commands, as children, so
 that a long upload never waits for them nor they for one. What a copy is `run_copy` knows, where it goes `jobs.copies`.
 
-**What a disk does never ends a run from here.** A run folder that cannot be looked at, and a log that takes no more,
-are told and tried again, without an end, while signals and the deadline are heeded as ever: whether the run can go on
-without its folder is its own to judge, and it ends by itself where it cannot. Fatal are such errors only before it was
+**A disk's error never ends a run from here.** A run folder that cannot be looked at, and a log that takes no more
+(`job_log`), are told and tried again, without an end, while signals and the deadline are heeded as ever: whether the
+run can go on without its folder is its own to judge, and it ends by itself where it cannot. (A file system that hangs
+instead of failing, such as a hard-mounted NFS, holds this process like any other.)
+Fatal are such errors only before it was
 started (`go`), and after it is over, when its last copy cannot be made (`NOT_KEPT`).
 """
 
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import IO
 
 from harness_trainer.errors import HarnessTrainerError, SetupError
+from harness_trainer.job_log import JobLog
 from harness_trainer.job_order import JobOrder
 from harness_trainer.learner import checkpoints
 from harness_trainer.run_copy import newest_step, snapshot
@@ -88,7 +91,7 @@ class JobRun:
         self._publish = publish
         self._warning = warning
         self._again = again
-        self._out = out
+        self._log = JobLog(out)
         self._pace = pace
         self._clock = clock
         self._began = clock() - spent_s
@@ -101,12 +104,17 @@ class JobRun:
         self._push_at = 0.0  # not before, by the clock
         self._push_failed = False  # the last one
         self._is_blind = False  # the run folder could not be looked at, the last time
-        self._num_unsaid = 0  # lines that the log did not take
         self._taken: CopyTaken | None = None
 
     def go(self) -> int:
         """The exit code. Raises JobsError for a copy that cannot be brought back, RunDirError where nothing can be
         written."""
+        try:
+            return self._go()
+        finally:
+            self._log.close()
+
+    def _go(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._hear)
         if self._warning is not None:
@@ -394,15 +402,7 @@ class JobRun:
             self._print(line.rstrip("\n"))
 
     def _print(self, line: str) -> None:
-        """A log that takes no more must not end the run, nor leave its output unread, which would stop it."""
-        try:
-            if self._num_unsaid:
-                late = f"[job] WARNING: the log took no lines for a while: up to {self._num_unsaid} are missing here"
-                print(late, file=self._out, flush=True)
-                self._num_unsaid = 0
-            print(self._mask(line), file=self._out, flush=True)
-        except OSError:
-            self._num_unsaid += 1
+        self._log.say(self._mask(line))
 
 
 def prepare(order: JobOrder) -> None:

@@ -19,7 +19,7 @@ from harness_trainer.side_environments import DISTRIBUTION, announce
 COMMANDS = {
     "demo": "train a small real model inside the real opencode on this machine, from nothing",
     "train": "train a model inside an agent",
-    "launch": "train on somebody else's machines: one job on Hugging Face Jobs",
+    "launch": "train on somebody else's machines: one job on Hugging Face Jobs or a SLURM cluster",
     "plan": "what a run will need and come to: memory, pace, hours, cost, bottleneck",
     "rollout": "the same without learning: evaluate a model, collect what it does",
     "serve": "run one part alone: the capture gateway or the engine",

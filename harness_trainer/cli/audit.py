@@ -66,6 +66,8 @@ def print_audit(result: Audit) -> None:
         values = (step.step, step.policy_version, groups, step.num_rollouts, step.trained_tokens, step.staleness_max)
         table.add_row(*map(cell, values))
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    for observation in result.observations:
+        print(f"NOTE {observation}")
     for violation in result.violations:
         print(f"VIOLATION {violation.rule}: {violation.what}: {violation.detail}")
     print(f"{len(result.violations)} violations" if result.violations else "everything is accounted for")

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
 
     options, run_arguments = _parser().parse_known_args(argv)
     if options.before_run or options.what is not None:
-        config, run_dir, engine_url = _of_run(options.what or "train", run_arguments)
+        config, run_dir, engine_url = _of_run(options.what or "train", run_arguments, quiet=options.before_run)
         checks = check_run(config, run_dir, os.environ, engine_url=engine_url)
     else:
         if run_arguments:
@@ -53,9 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _of_run(command: str, argv: Sequence[str]) -> tuple[RunConfig, Path, str | None]:
-    """The config that the command would have, its run folder, and an engine that serves already. Raises ConfigError."""
-    from harness_trainer.cli.flags import add_flags, resolve
+def _of_run(command: str, argv: Sequence[str], *, quiet: bool) -> tuple[RunConfig, Path, str | None]:
+    """The config that the command would have, its run folder, and an engine that serves already. Raises ConfigError.
+
+    `quiet`: the command itself comes next, and has the notes on its settings.
+    """
+    from harness_trainer.cli.flags import add_flags, note, resolve
+    from harness_trainer.cli.rollout import config_of
     from harness_trainer.config import CollectConfig, RunConfig
 
     model: type[RunConfig] | type[CollectConfig] = RunConfig if command == "train" else CollectConfig
@@ -68,10 +72,11 @@ def _of_run(command: str, argv: Sequence[str]) -> tuple[RunConfig, Path, str | N
         parser.add_argument("--export", help=argparse.SUPPRESS)
     add_flags(parser, model, {})
     options = parser.parse_args(argv)
-    config = resolve(model, options, {}, options.config)
-    if isinstance(config, CollectConfig):
-        return config.as_run(), options.run_dir, config.engine_url
-    return config, options.run_dir, None
+    say: Callable[[str], None] = (lambda text: None) if quiet else note
+    if command == "rollout":
+        wanted = config_of(options, say)
+        return wanted.as_run(), options.run_dir, wanted.engine_url
+    return resolve(RunConfig, options, {}, options.config, say=say), options.run_dir, None
 
 
 def _show(checks: Sequence[Check]) -> None:

@@ -2,7 +2,8 @@
 
 Owns the mapping only: every scalar field becomes a flag (`rollouts.group_size` is `--rollouts.group-size`), a YAML file
 gives the same fields, and a flag wins over the file, which wins over the preset. A part that comes in several kinds is
-chosen by its own flag (`--sandbox docker`); below it are the fields of all kinds, each saying whose it is.
+chosen by its own flag (`--sandbox docker`); below it are the fields of all kinds, each saying whose it is. Of a part
+whose kind a flag changes, the file's settings stay as far as the new kind has them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -35,6 +38,7 @@ class _Leaf:
     about: str
     default: Any
     defaults: str = ""  # where kinds differ: each kind's own, as text
+    is_words: bool = False  # a list of plain texts: as a flag also `a,b`
 
     @property
     def flag(self) -> str:
@@ -57,63 +61,120 @@ def add_flags(
             *short,
             dest=leaf.path,
             default=None,
-            metavar=name,
+            metavar=f"{name},..." if leaf.is_words else name,
             help=help_text.strip().replace("%", "%%") or None,
         )
 
 
+def note(text: str) -> None:
+    """Something that a person should know of the settings, and that stops nothing."""
+    print(f"harness-trainer: note: {text}", file=sys.stderr)
+
+
 def resolve(
-    model: type[Model], arguments: argparse.Namespace, preset: Mapping[str, Any], config_file: Path | None
+    model: type[Model],
+    arguments: argparse.Namespace,
+    preset: Mapping[str, Any],
+    config_file: Path | None,
+    *,
+    trim: Callable[[dict[str, Any]], None] = lambda file: None,
+    say: Callable[[str], None] = note,
 ) -> Model:
-    """The config that is in force: preset, then file, then flags. Raises ConfigError naming field, value and reason."""
-    data = _merge(copy.deepcopy(dict(preset)), _read_yaml(config_file) if config_file else {})
-    for leaf in _leaves(model):
-        given = getattr(arguments, leaf.path, None)
-        if given is not None:
-            _set(data, leaf.path, _parse(given))
+    """The config that is in force: preset, then file, then flags. Raises ConfigError naming field, value and reason.
+
+    `trim` takes out of the file what this command has no use for; `say` gets what a flag made void of the file.
+    """
+    data = merged(model, arguments, preset, config_file, trim=trim, say=say)
     try:
         return model.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_said(model, error.errors()[0])) from error
 
 
+def merged(
+    model: type[BaseModel],
+    arguments: argparse.Namespace,
+    preset: Mapping[str, Any],
+    config_file: Path | None,
+    *,
+    trim: Callable[[dict[str, Any]], None] = lambda file: None,
+    say: Callable[[str], None] = note,
+) -> dict[str, Any]:
+    """What `resolve` validates: only what somebody set. Raises ConfigError for what cannot be read."""
+    file = _read_yaml(config_file) if config_file else {}
+    trim(file)
+    flags = [(leaf, given) for leaf in _leaves(model) if (given := getattr(arguments, leaf.path, None)) is not None]
+    for leaf, given in flags:
+        if leaf.path.endswith(".type"):
+            left_out = _change_kind(model, file, leaf.path.removesuffix(".type"), given)
+            if left_out:
+                say(f"{leaf.flag} {given} has no {', '.join(left_out)}: passed over in {config_file}")
+    data = _merge(copy.deepcopy(dict(preset)), file)
+    for leaf, given in flags:
+        _set(data, leaf.path, _parse(given, is_words=leaf.is_words))
+    return data
+
+
 def _said(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     """One line for a person: field, value, reason, flag."""
-    location = [str(part) for part in error["loc"]]
-    kind = ""
-    if len(location) > 1 and location[0] in model.model_fields:
-        kinds = _kinds(model.model_fields[location[0]])
-        if location[1] in kinds:
-            kind = location.pop(1)
-            if error["type"] == "extra_forbidden":
-                where, having = ".".join(location), [k for k, m in kinds.items() if location[1] in m.model_fields]
-                said = f"{where}: {location[0]} {kind} has no such setting"
-                return f"{said}; choose --{location[0]} {' or '.join(having)}" if having else said
-    where = ".".join(_without_kinds(model, location))
+    names, part = _without_kinds(model, [str(part) for part in error["loc"]])
+    where = ".".join(names)
+    if error["type"] == "extra_forbidden":
+        if part is None or len(names) != part.depth + 1:
+            return f"{where}: there is no such setting; --help lists those that there are"
+        at, having = ".".join(names[:-1]), [kind for kind, m in part.kinds.items() if names[-1] in m.model_fields]
+        said = f"{where}: {at} {part.kind} has no such setting"
+        return f"{said}; choose {_flag(at)} {' or '.join(having)}" if having else said
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):
         # Settings that do not go together: their own words say which to change, and no single flag would.
         return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
-    return f"{where}: {error['msg']}, got {error['input']!r}; set it with {_flag(where)} or in the YAML"
+    flag = _flag_of(model, names)
+    return (
+        f"{where}: {error['msg']}, got {_short(error['input'])}; set it {f'with {flag} or ' if flag else ''}in the YAML"
+    )
 
 
-def _without_kinds(model: type[BaseModel], location: Sequence[str]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The innermost part of several kinds on the way to a field. Example: of `sandbox.root`, depth 1, kind "local"."""
+
+    depth: int
+    kind: str
+    kinds: Mapping[str, type[BaseModel]]
+
+
+def _without_kinds(model: type[BaseModel], location: Sequence[str]) -> tuple[list[str], _Part | None]:
     """Field names alone: pydantic puts the kind of a part between a part and its field."""
     names: list[str] = []
+    part: _Part | None = None
     parts, inside = list(location), model
     while parts:
         name = parts.pop(0)
         names.append(name)
         field = inside.model_fields.get(name)
         if field is None:
-            return [*names, *parts]
+            break
         kinds = _kinds(field)
         if parts and parts[0] in kinds:
+            part = _Part(len(names), parts[0], kinds)
             inside = kinds[parts.pop(0)]
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inside = field.annotation
         else:
-            return [*names, *parts]
-    return names
+            break
+    return [*names, *parts], part
+
+
+def _flag_of(model: type[BaseModel], names: Sequence[str]) -> str | None:
+    """The flag that sets a field or, of an element of a list or a mapping, the whole of it; None = there is none."""
+    paths = {leaf.path.removesuffix(".type") for leaf in _leaves(model)}
+    found = (path for end in range(len(names), 0, -1) if (path := ".".join(names[:end])) in paths)
+    return next(map(_flag, found), None)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[_Leaf]:
@@ -126,7 +187,13 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[_Leaf]:
         elif kinds:
             yield from _leaves_of_kinds(field, kinds, f"{prefix}{name}.")
         else:
-            yield _Leaf(f"{prefix}{name}", field.description or "", field.get_default(call_default_factory=True))
+            default = field.get_default(call_default_factory=True)
+            yield _Leaf(f"{prefix}{name}", field.description or "", default, is_words=_is_words(inner))
+
+
+def _is_words(annotation: Any) -> bool:
+    of = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return list[str] in of
 
 
 def _kinds(field: FieldInfo) -> dict[str, type[BaseModel]]:
@@ -150,7 +217,45 @@ def _leaves_of_kinds(field: FieldInfo, kinds: Mapping[str, type[BaseModel]], pre
         texts = {kind: _text(leaf.default) for kind, leaf in owners if leaf.default is not None}
         # A value per kind is worth saying only where they differ.
         differ = ", ".join(f"{kind}: {text}" for kind, text in texts.items()) if len(set(texts.values())) > 1 else ""
-        yield _Leaf(path, f"[{', '.join(kind for kind, _ in owners)}] {about}", owners[0][1].default, differ)
+        first = owners[0][1]
+        whose = ", ".join(kind for kind, _ in owners)
+        yield _Leaf(path, f"[{whose}] {about}", first.default, differ, is_words=first.is_words)
+
+
+def _change_kind(model: type[BaseModel], file: dict[str, Any], path: str, chosen: str) -> list[str]:
+    """Before a flag chooses another kind than the file: of the file's part stays what that kind has and somebody set.
+
+    A file that `--dry-run` wrote names every field of its kind, each with that kind's own default. Returns what else is
+    left out, by its path.
+    """
+    *parents, name = path.split(".")
+    for parent in parents:
+        inner, file = model.model_fields[parent].annotation, file.get(parent, {})
+        if not isinstance(inner, type) or not isinstance(file, dict):
+            return []
+        model = inner
+    part, kinds, kind = file.get(name), _kinds(model.model_fields[name]), chosen.partition(":")[0]
+    # A part without a type is meant for whichever kind is chosen.
+    old = kinds.get(str(part.get("type")).partition(":")[0]) if isinstance(part, dict) else None
+    if part is None or old is None or kind not in kinds or old is kinds[kind]:
+        return []
+    usual = old.model_construct().model_dump(mode="json")
+    given = _without(part, {key: value for key, value in usual.items() if key != "type"})
+    file[name] = {key: value for key, value in given.items() if key in kinds[kind].model_fields and key != "type"}
+    return [f"{path}.{key}" for key in given if key not in file[name] and key != "type"]
+
+
+def _without(part: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a part is not as usual."""
+    left: dict[str, Any] = {}
+    for key, value in part.items():
+        default = usual.get(key, PydanticUndefined)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            if other := _without(value, default):
+                left[key] = other
+        elif value != default:
+            left[key] = value
+    return left
 
 
 def _flag(path: str) -> str:
@@ -173,14 +278,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _parse(text: str) -> Any:
-    """Objects, lists and null are JSON; everything else stays text, which the config's types convert."""
+def _parse(text: str, *, is_words: bool) -> Any:
+    """Objects, lists and null are JSON, a list of texts is also `a,b`; else text, which the config's types convert."""
     if text == "null" or text.startswith(("{", "[")):
         try:
             return json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{text!r} is not valid JSON: {error}") from error
-    return text
+    return [word for part in text.split(",") if (word := part.strip())] if is_words else text
 
 
 def _text(value: Any) -> str:
@@ -211,4 +316,6 @@ def _set(data: dict[str, Any], path: str, value: Any) -> None:
         if isinstance(data.get(part), str):  # `sandbox: local` in a file is short for its type
             data[part] = {"type": data[part]}
         data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{part} must be a mapping of settings in the YAML, not {_short(data)}")
     data[last] = value

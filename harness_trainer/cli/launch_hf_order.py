@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness_trainer.cli.flags import add_flags, resolve
+from harness_trainer.cli.launch_hf_packages import require_usable
 from harness_trainer.config import RunConfig
 from harness_trainer.errors import ConfigError
 from harness_trainer.job_order import JobOrder
@@ -72,7 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--package",
         action="append",
         default=[],
-        help="what uv is to install instead, e.g. harness-trainer==0.1.0, git+https://...; repeatable",
+        help="what uv is to install instead, e.g. 'harness-trainer[e2b]==0.1.0', with the extra of the "
+        "sandboxes; repeatable",
     )
     job.add_argument(
         "--secret",
@@ -136,6 +138,9 @@ def asked_of(options: argparse.Namespace) -> Asked:
     _check_places(options)
     proxied, config = _opened(config)
     _check_config(config)
+    if options.package:
+        e2b = _has_sandboxes(config) and config.sandbox.type == "e2b"
+        require_usable(options.package, options.image, config, e2b=e2b)
     return Asked(
         config=config,
         run=options.run,

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="harness-trainer qualify",
         description="Run each real agent on scripted tasks through gateway, sandbox and adapter, and show what was "
-        "captured. Exit code 1 if an agent fails something that it has the tools for.",
+        "captured. Exit code 1 if an agent fails something that it has the tools for, or passes nothing.",
     )
     add = parser.add_argument
     add("--harness", default="all", help="all, or names or YAML files with commas between them (default: all)")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness_trainer.cli.flags import add_flags, resolve
+from harness_trainer.cli.flags import add_flags, note, resolve
 from harness_trainer.cli.traces import export_traces
 from harness_trainer.config import CollectConfig
 from harness_trainer.display import cell
@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     )
     add_flags(parser, CollectConfig, {})
     options = parser.parse_args(argv)
-    config = resolve(CollectConfig, options, {}, options.config)
+    config = config_of(options)
     if options.dry_run:
         import yaml
 
@@ -52,6 +52,23 @@ def run(argv: Sequence[str]) -> int:
     if options.export is not None:
         _export(options.run_dir, options.export)
     return 0
+
+
+def config_of(options: argparse.Namespace, say: Callable[[str], None] = note) -> CollectConfig:
+    """The config in force. A file may be one that `train` reads too: what only training needs is passed over."""
+    passed_over: list[str] = []
+
+    def trim(file: dict[str, Any]) -> None:
+        passed_over.extend(name for name in ("learner", "keep_weights") if file.pop(name, None) is not None)
+        rollouts = file.get("rollouts")
+        if isinstance(rollouts, dict) and rollouts.pop("evaluation", None) is not None:
+            passed_over.append("rollouts.evaluation")
+
+    config = resolve(CollectConfig, options, {}, options.config, trim=trim, say=say)
+    passed_over += config.left_out
+    if passed_over:
+        say(f"nothing is trained here: {', '.join(passed_over)} {'is' if len(passed_over) == 1 else 'are'} passed over")
+    return config
 
 
 def print_scores(found: Sequence[Score], k: int) -> None:

@@ -98,7 +98,9 @@ class OpenEnvConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> OpenEnvConfig:
-        if (self.url is None) == (self.kind == "python"):
+        if self.kind == "python" and self.url is None:
+            raise ValueError("python: needs --env.url, the address of the server its client talks to")
+        if self.kind != "python" and self.url is not None:
             raise ValueError("url is the address of the server that a python: client talks to; give it for that only")
         if self.per_episode and self.kind not in ("docker", "local"):
             raise ValueError("per_episode is for servers that are started here: docker: and local:")

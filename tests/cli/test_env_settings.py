@@ -47,6 +47,11 @@ def test_what_was_shown_can_be_given_as_a_file(capsys, tmp_path):
         (["--env", URL, "--harness", "pi"], "choose with --env.harness, and leave --harness out"),
         (["--env", URL, "--tasks", "x.jsonl"], "choose with --env.tasks"),
         (["--env", URL, "--sandbox", "docker"], "choose with --env.sandbox"),
+        (
+            ["--env", "openenv:python:mine.py:Client", "--tasks", "rows.jsonl"],
+            "python: needs --env.url, the address of the server its client talks to",
+        ),
+        (["--env", "openenv:docker:me/game", "--env.url", "http://h"], "give it for that only"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_the_way_out(capsys, args, says):

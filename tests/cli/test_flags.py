@@ -114,12 +114,18 @@ class Chosen(BaseModel):
     model_config = {"extra": "forbid"}
 
     box: Near | Far = Field(default_factory=Near, discriminator="type", description="where it runs")
+    names: list[str] | None = None
+    words: list[str] = Field(default_factory=list)
 
 
-def chosen(*args, file=None):
+def whole(*args, file=None, say=print):
     parser = argparse.ArgumentParser()
     add_flags(parser, Chosen, {})
-    return resolve(Chosen, parser.parse_args(args), {"box": {"type": "near"}}, file).box
+    return resolve(Chosen, parser.parse_args(args), {"box": {"type": "near"}}, file, say=say)
+
+
+def chosen(*args, file=None, say=print):
+    return whole(*args, file=file, say=say).box
 
 
 def test_a_part_of_several_kinds_is_chosen_by_its_flag_and_takes_the_fields_of_its_kind(tmp_path):
@@ -129,6 +135,55 @@ def test_a_part_of_several_kinds_is_chosen_by_its_flag_and_takes_the_fields_of_i
     file.write_text("box: {type: far, region: there}\n")
     assert chosen(file=file) == Far(region="there")
     assert chosen("--box.size", "3", file=file) == Far(region="there", size=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "told"),
+    [
+        ("{type: near, root: null, size: 1}", Far(), ""),  # as --dry-run writes it: these are nobody's wish
+        ("{type: near, root: null, size: 5}", Far(size=5), ""),
+        ("{type: near, root: /x, size: 1}", Far(), "--box far has no box.root: passed over in"),
+        ("{size: 1}", Far(size=1), ""),  # without a type it is meant for whichever is chosen
+        ("near", Far(), ""),
+    ],
+)
+def test_of_a_part_whose_kind_a_flag_changes_stays_what_somebody_set_and_the_new_kind_has(tmp_path, text, left, told):
+    file, said = tmp_path / "run.yaml", []
+    file.write_text(f"box: {text}\n")
+    assert chosen("--box", "far", file=file, say=said.append) == left
+    assert len(said) == bool(told) and told in "".join(said)
+
+
+def test_a_field_that_the_file_gives_to_no_kind_is_still_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("box: {root: /x}\n")
+    with pytest.raises(ConfigError, match=r"box.root: box far has no such setting; choose --box near"):
+        chosen("--box", "far", file=tmp_path / "run.yaml")
+
+
+def test_a_list_of_texts_is_given_with_commas_or_as_json(tmp_path):
+    assert whole("--names", "a, b,", "--words", "c").model_dump(exclude={"box"}) == {
+        "names": ["a", "b"],
+        "words": ["c"],
+    }
+    assert whole("--names", '["a,b"]').names == ["a,b"] and whole("--names", "null").names is None
+
+
+def test_what_is_wrong_in_a_list_or_a_mapping_names_the_flag_that_there_is(tmp_path):
+    with pytest.raises(ConfigError, match=r"^names\.1: .* got 2; set it with --names or in the YAML$"):
+        whole("--names", '["a", 2]')
+    with pytest.raises(ConfigError, match=r"^inner\.sampling\.x: .*; set it with --inner\.sampling or in the YAML$"):
+        config(["--inner.sampling", '{"x": "y"}'])
+    (tmp_path / "run.yaml").write_text("inner: 3\n")
+    with pytest.raises(ConfigError, match=r"^inner: .* got 3; set it in the YAML$"):
+        config(file=tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=r"^inner must be a mapping of settings in the YAML, not 3$"):
+        config(["--inner.max-steps", "2"], file=tmp_path / "run.yaml")
+
+
+def test_a_setting_that_there_is_not_is_one_short_line_without_a_flag(tmp_path):
+    (tmp_path / "run.yaml").write_text("modle: {many: words}\n")
+    with pytest.raises(ConfigError, match=r"^modle: there is no such setting; --help lists those that there are$"):
+        config(file=tmp_path / "run.yaml")
 
 
 def test_help_says_whose_a_field_is_and_each_kinds_own_default():

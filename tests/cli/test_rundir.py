@@ -1,6 +1,7 @@
 """The run folder: one live run, one config, and a clear line when it cannot be used."""
 
 import errno
+import json
 
 import pytest
 
@@ -66,3 +67,15 @@ def test_an_atomic_write_leaves_no_temporary_file(tmp_path):
     write_atomically(tmp_path / "f", "one")
     write_atomically(tmp_path / "f", "two")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("f", "two")]
+
+
+def test_an_event_after_a_line_that_was_cut_off_has_a_line_of_its_own(tmp_path):
+    run = RunDir(tmp_path)
+    run.event("one")
+    with run.events.open("a") as file:
+        file.write('{"time": 1.0, "ki')  # a full disk
+    run.event("two", said="\ud83d")
+    run.event("three")
+    first, cut, *others = run.events.read_text().split("\n")
+    assert json.loads(first)["kind"] == "one" and cut == '{"time": 1.0, "ki' and others.pop() == ""
+    assert [json.loads(line)["kind"] for line in others] == ["two", "three"]

@@ -40,13 +40,15 @@ def test_sources_in_a_file_are_read_and_can_be_given_again(capsys, tmp_path):
     assert CollectConfig(sources=[ECHO, CODE]).as_run().sources == RunConfig(sources=[ECHO, CODE]).sources
 
 
-def test_without_a_learner_a_source_has_one_set_of_tasks(capsys, tmp_path):
-    argv = given(tmp_path, sources=[ECHO, {**CODE, "evaluation": "./held-out"}])
-    assert main(["train", "--dry-run", *argv]) == 0
+@pytest.mark.parametrize("flag", ["--config", "--sources"])
+def test_sources_of_a_training_run_are_evaluated_on_their_tasks_and_a_note_says_so(capsys, tmp_path, flag):
+    file = given(tmp_path, sources=[ECHO, {**CODE, "evaluation": "./held-out"}])[1]
+    assert main(["train", "--dry-run", flag, file]) == 0
     capsys.readouterr()
-    assert main(["rollout", "--dry-run", *argv]) == 2
-    said = capsys.readouterr().err
-    assert "source code: its `evaluation` is for training" in said and "give ./held-out as its tasks" in said
+    assert main(["rollout", "--dry-run", flag, file]) == 0
+    out, err = capsys.readouterr()
+    assert err == "harness-trainer: note: nothing is trained here: sources.code.evaluation is passed over\n"
+    assert [source["evaluation"] for source in yaml.safe_load(out)["sources"]] == [None, None]
 
 
 def test_the_flag_names_a_file_or_is_json(capsys, tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -405,3 +406,28 @@ def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path: Path) -> None
         assert found.files["checkpoints/checkpoint-2/model.safetensors"].read_bytes() == b"0002" * 500
         assert found.files["metrics.jsonl"].read_text().count("\n") == 2
     assert not (run.internal / "copy").exists()
+
+
+BLOCKED = """
+import os, sys
+from harness_trainer.job_log import JobLog
+log = JobLog(sys.stdout)
+for number in range(20_000):
+    log.say("x" * 1000)
+log.close(wait_s=0.2)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "no reader", "a reader that hangs"])
+def test_a_log_that_takes_nothing_neither_holds_a_job_nor_becomes_its_exit_code(kind: str) -> None:
+    read, write = os.pipe()
+    if kind == "full":
+        os.close(write)
+        write = os.open("/dev/full", os.O_WRONLY)
+    elif kind == "no reader":
+        os.close(read)
+    done = subprocess.run([sys.executable, "-c", BLOCKED], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (75, b"")
+    for file in (write,) if kind == "no reader" else (write, read):
+        os.close(file)

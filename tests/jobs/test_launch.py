@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from harness_trainer.cli import main
+from harness_trainer.cli.launch_hf_packages import PYTHON
 from harness_trainer.cli.launch_inside import age_of_job, read_order, with_address
 from harness_trainer.errors import ConfigError
 from jobs.errors import JobsError
-from jobs.hf import LABEL, ORDER
+from jobs.hf import LABEL, ORDER, UV_IMAGE
 from tests.jobs.standin import TOKEN, Job, Standin
 
 KEY = "e2b_0123456789abcdef"
@@ -149,9 +150,58 @@ def test_without_image_or_package_both_are_named(hub: Standin, capsys: pytest.Ca
     arguments = [word for word in USUAL if word not in ("--image", "me/trainer:1")]
     assert launch(*arguments, *E2B) == 2
     assert "--image" in (error := capsys.readouterr().err) and "--package" in error
-    assert launch(*arguments, *E2B, "--package", "harness-trainer==0.1.0", "--detach") == 0
-    assert hub.job().spec["command"][:4] == ["uv", "run", "--with", "harness-trainer==0.1.0"]
+    package = "harness-trainer[e2b]==0.1.0"
+    assert launch(*arguments, *E2B, "--package", package, "--harness", "pyagent:3,gptme:1", "--detach") == 0
+    assert hub.job().spec["command"][:4] == ["uv", "run", "--with", package]
     assert json.loads(hub.job().spec["environment"][ORDER])["setup"] == ["engine"]
+
+
+OURS = "harness-trainer==0.1.0"
+WITH_E2B = "harness-trainer[e2b]==0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--package", OURS, "--harness", "pyagent"], "'harness-trainer[e2b]==VERSION'"),
+        (["--package", "harness_trainer[docker]", "--harness", "pyagent"], "comes without E2B's SDK"),
+        (["--package", "git+https://host/me/harness-trainer.git", "--harness", "pyagent"], "[e2b] @ git+https"),
+        (["--package", WITH_E2B, "--harness", "pyagent", "--tasks", "examples"], "no package has them"),
+        (["--package", WITH_E2B, "--harness", "pyagent", "--tasks", "hf:me/tasks,moon"], "--tasks moon"),
+        (["--package", WITH_E2B, "--harness", "pyagent", "--rollouts.evaluation.tasks", "examples"], "no package has"),
+        (["--package", WITH_E2B], "--harness opencode needs Node.js and npm"),
+        (["--package", WITH_E2B, "--harness", "pyagent:3,codex:1"], "--harness codex needs Node.js and npm"),
+        (["--package", WITH_E2B, "--harness", "mini-swe-agent"], "needs Python 3.11"),
+    ],
+)
+def test_packages_that_the_run_cannot_start_from_are_refused(
+    hub: Standin, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    usual = [word for word in USUAL if word not in ("--image", "me/trainer:1")]
+    assert launch(*usual, *E2B, *arguments, "--detach") == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--package", "harness-trainer[all] @ git+https://host/me/trainer", "--harness", "openhands"],
+        ["--package", OURS, "--package", "e2b==2.63.0", "--harness", "pyagent"],
+        ["--package", "git+https://host/me/fork.git", "--harness", "pyagent"],  # nobody knows what it brings
+        ["--package", OURS, "--sandbox", "local", "--harness", "cmd:python agent.py"],
+        ["--package", WITH_E2B, "--image", "me/uv-and-node:1"],
+        ["--package", WITH_E2B, "--harness", "/job/agent.yaml"],
+    ],
+)
+def test_packages_that_may_do_are_sent(hub: Standin, arguments: list[str]) -> None:
+    usual = [word for word in USUAL if word not in ("--image", "me/trainer:1")]
+    assert launch(*usual, *E2B, *arguments, "--dry-run") == 0
+
+
+def test_the_image_that_packages_go_into_has_the_python_that_is_counted_on() -> None:
+    assert f":python{PYTHON}-" in UV_IMAGE
 
 
 # -- before it costs ----------------------------------------------------------------------------------------------
