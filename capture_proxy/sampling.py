@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from capture_proxy.dialects.base import Call
-from capture_proxy.types import Finding, SessionPolicy, Severity
+from capture_proxy.types import SHAPED, Finding, SessionPolicy, Severity
 
 # What "no shaping" means, said out loud: an engine fills fields that are left out from the model's own
 # generation config, which often sets top_k and top_p.
@@ -39,8 +39,11 @@ def pin(call: Call, policy: SessionPolicy) -> dict[str, Any]:
     return {**NEUTRAL_SAMPLING, **kept, **policy.sampling}
 
 
-def shaping_findings(sampling: dict[str, Any]) -> list[Finding]:
-    """WARN when log-probabilities of this sampling are not those of a plain temperature-scaled softmax."""
+def shaping_findings(sampling: dict[str, Any], tool_choice: Any = None) -> list[Finding]:
+    """WARN when log-probabilities of this sampling are not those of a plain temperature-scaled softmax.
+
+    An engine forces a `tool_choice` as it does a format: of each token only what the call's grammar allows is left.
+    """
     shaped = [
         f"{name}={sampling[name]}"
         for name, neutral in NEUTRAL_SAMPLING.items()
@@ -50,4 +53,5 @@ def shaping_findings(sampling: dict[str, Any]) -> list[Finding]:
         and not (name == "top_k" and sampling[name] <= 0)
     ]
     shaped += [name for name in ("logit_bias", "response_format") if sampling.get(name)]
-    return [Finding(Severity.WARN, "shaped_sampling", ", ".join(shaped))] if shaped else []
+    shaped += [] if tool_choice in (None, "auto", "none") else ["tool_choice"]
+    return [Finding(Severity.WARN, SHAPED, ", ".join(shaped))] if shaped else []

@@ -260,7 +260,8 @@ class Sessions:
         turn_id = f"{live.session.session_id}-{index:04d}"
         attempt = live.ledger.attempts.add(body_hash, Attempt(turn_id, dialect, call.model))
         request = self.request(live, call, turn_id)
-        return Admission(live, index, turn_id, request, tuple(shaping_findings(request.sampling)), facts, attempt)
+        findings = tuple(shaping_findings(request.sampling, request.tool_choice))
+        return Admission(live, index, turn_id, request, findings, facts, attempt)
 
     def request(self, live: Live, call: Call, turn_id: str = "") -> ChatRequest:
         """What the engine is asked for this call, under the session's policy. Admits nothing."""

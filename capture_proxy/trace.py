@@ -240,6 +240,7 @@ def _stretch(turn: Turn) -> dict[str, Any]:
         "end": end,
         "finish_reason": turn.finish_reason,
         "policy_versions": _versions(turn),
+        **({"shaped": True} if turn.is_shaped else {}),  # not of the plain softmax
     }
 
 

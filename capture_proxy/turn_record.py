@@ -106,7 +106,7 @@ def take_prompt(turn: Turn, event: PromptEvent) -> None:
     if event.clamped:
         detail = f"max_tokens lowered to the {event.max_tokens} that the window leaves"
         turn.findings.append(Finding(Severity.INFO, "clamped", detail))
-    if not any(f.code == "shaped_sampling" for f in turn.findings):
+    if not turn.is_shaped:
         turn.findings += shaping_findings(event.sampling)
 
 

@@ -39,6 +39,9 @@ class Severity(enum.StrEnum):
     INFO = "INFO"
 
 
+SHAPED = "shaped_sampling"  # a finding's code
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Something a person should know about a turn, e.g. `Finding(FATAL, "misaligned", "5 ids, 4 logprobs")`."""
@@ -100,6 +103,11 @@ class Turn:
     def capture_level(self) -> str:
         """ "tokens" when the engine gave the ids of prompt and reply, else "text" (evaluation only)."""
         return "tokens" if self.prompt_ids_P and self.completion_ids_T else "text"
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it was sampled from less than the plain softmax (`sampling.shaping_findings`)."""
+        return any(finding.code == SHAPED for finding in self.findings)
 
     @property
     def trainable(self) -> bool:

@@ -43,7 +43,7 @@ from sandboxes.local import LocalConfig
 
 # Fields that a continued run may change without becoming another run.
 MAY_CHANGE = frozenset(
-    {"learner.max_steps", "learner.report_to"}
+    {"learner.max_steps", "learner.report_to", "learner.verify_sync"}
     # Where and how patiently a source is asked; not what it asks of the model, nor what that earns.
     | {f"env.{name}" for name in ("url", "token_env", "max_sessions", "max_episodes", "per_episode", "port")}
     | {f"env.{name}_timeout_s" for name in ("connect", "step", "start", "ping", "idle")}

@@ -89,6 +89,7 @@ class _Shelf:
     setup_failed: bool = False  # then nothing is started ahead of need any more
     num_failures: int = 0  # in a row
     retry_at: float = 0.0  # monotonic seconds; nothing is started ahead of need before
+    started_at: float = 0.0  # monotonic seconds: when the last start that worked ended
 
     @property
     def num_starting(self) -> int:
@@ -221,6 +222,10 @@ class Pool:
     def hangs(self, spec: BoxSpec, for_s: float) -> bool:
         """Whether a start of the spec has been under way for so long: who waits for it is in no queue."""
         return any(time.monotonic() - began >= for_s for began in self._shelf(spec).starting)
+
+    def has_started_another(self, spec: BoxSpec, since: float) -> bool:
+        """Whether a start of another task's sandbox has worked since (monotonic). To take one off a shelf is none."""
+        return any(shelf.started_at > since for shelf in self._all() if shelf.spec.name != spec.name)
 
     async def give_up(self, lease: Lease) -> None:
         """End the sandbox. Raises nothing; when that takes long it goes on without the caller."""
@@ -408,6 +413,7 @@ class Pool:
             self._advance()
             return
         shelf.starting.remove(began)
+        shelf.started_at = time.monotonic()
         self._note_success(shelf)
         self._offer(shelf, sandbox)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -28,6 +29,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 # Second names of flags.
 _SHORT = {"rollouts.executor": "--executor", "rollouts.ray.address": "--ray-address"}
+
+_UNCLEAR = re.compile(r"""[][{}"']""")  # in a list of texts: their commas may be no separators
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ def merged(
                 say(f"{leaf.flag} {given} has no {', '.join(left_out)}: passed over in {config_file}")
     data = _merge(copy.deepcopy(dict(preset)), file)
     for leaf, given in flags:
-        _set(data, leaf.path, _parse(given, is_words=leaf.is_words))
+        _set(data, leaf.path, _parse(leaf, given))
     return data
 
 
@@ -278,14 +281,27 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _parse(text: str, *, is_words: bool) -> Any:
+def _parse(leaf: _Leaf, text: str) -> Any:
     """Objects, lists and null are JSON, a list of texts is also `a,b`; else text, which the config's types convert."""
-    if text == "null" or text.startswith(("{", "[")):
+    if text == "null" or text.startswith("[" if leaf.is_words else ("{", "[")):
         try:
             return json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{text!r} is not valid JSON: {error}") from error
-    return [word for part in text.split(",") if (word := part.strip())] if is_words else text
+    return _words(leaf, text) if leaf.is_words else text
+
+
+def _words(leaf: _Leaf, text: str) -> list[str]:
+    """Raises ConfigError where a comma may be part of a text, and where there is no text."""
+    words = [word for part in text.split(",") if (word := part.strip())]
+    if not words:
+        raise ConfigError(f"""{leaf.flag} is empty: give texts with commas between them, or a JSON list ('["..."]')""")
+    if _UNCLEAR.search(text):
+        raise ConfigError(
+            f"{leaf.flag} {_short(text)}: what holds brackets, braces or quotes must be in a JSON list, "
+            """written as '["...", "..."]'"""
+        )
+    return words
 
 
 def _text(value: Any) -> str:

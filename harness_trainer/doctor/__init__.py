@@ -50,8 +50,8 @@ def check_run(
         parts.engine(config),
         *parts.gateway(),
         *parts.ports(config),
-        machine.disk(run_dir, model),
-        machine.shared_memory(model),
+        machine.disk(run_dir, fitting.kept(config, model, run_dir)),
+        machine.shared_memory(fitting.sent(config, model)),
         fitting.fits(config, model),
     ]
     if environ.get(machine.PROFILE, "cpu") != "cpu":

@@ -16,6 +16,8 @@ from harness_trainer.config import RunConfig
 from harness_trainer.doctor.base import Check
 from harness_trainer.engine.prepare import checkpoint_shapes
 from harness_trainer.errors import ConfigError
+from harness_trainer.learner.sync_config import ShmSync
+from harness_trainer.rundir import RunDir
 
 _NAME = "memory for the model"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,8 +41,8 @@ def fits(config: RunConfig, model: Path | None) -> Check:
         fix = f"let user {os.getuid()} read it: chmod -R a+rX {model} (of a container's /input, the folder on the host)"
         return Check(_NAME, False, f"{', '.join(sorted(unreadable))} in {model} cannot be read", fix)
     try:
-        number = sum(math.prod(shape) for shape in checkpoint_shapes(model).values())
-    except ConfigError as error:
+        number = _parameters(model)
+    except (ConfigError, OSError) as error:
         return Check(_NAME, False, "not known", str(error))
     gpus = None if config.learner.device == "cpu" else gpu_memory()
     if gpus is None:
@@ -51,6 +53,45 @@ def fits(config: RunConfig, model: Path | None) -> Check:
     if len(gpus) == 1:
         return _judged(engine + learner, gpus[0], "the one GPU")
     return _judged(max(engine, learner), max(gpus), "the largest GPU")
+
+
+def sent(config: RunConfig, model: Path | None) -> int | None:
+    """Bytes of a weight update that goes through memory whole; None = not known."""
+    number = _known(model)
+    if number is None:
+        return None
+    if not isinstance(config.learner.weight_sync, ShmSync):
+        return 0
+    return number * _BYTES[config.learner.weights_dtype]
+
+
+def kept(config: RunConfig, model: Path | None, run_dir: Path) -> int | None:
+    """Bytes that checkpoints and the final model will take beside the checkpoints that are there; None = not known.
+
+    A checkpoint is written before an older one goes. Of an adapter it is next to nothing; its final model is whole.
+    """
+    number, learner = _known(model), config.learner
+    if number is None:
+        return None
+    final = number * _BYTES[learner.weights_dtype]
+    if learner.lora is not None:
+        return final if learner.lora.merge else 0
+    saved = math.ceil(learner.max_steps / learner.save_steps)
+    at_once = saved if learner.save_total_limit is None else min(saved, learner.save_total_limit + 1)
+    there = len(list(RunDir(run_dir).checkpoints.glob("checkpoint-*")))
+    moments = 2 * 4 * number if learner.optimizer == "adamw_torch" else 0  # the others keep next to nothing
+    return final + max(1, at_once - there) * (final + moments)
+
+
+def _known(model: Path | None) -> int | None:
+    try:
+        return None if model is None else _parameters(model)
+    except (ConfigError, OSError):
+        return None  # `fits` says what is wrong with it
+
+
+def _parameters(model: Path) -> int:
+    return sum(math.prod(shape) for shape in checkpoint_shapes(model).values())
 
 
 def _engine(config: RunConfig, number: int, usual: int) -> int:

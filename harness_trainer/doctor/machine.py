@@ -15,7 +15,6 @@ DEMO_FREE_GB = 12
 DEMO_MEMORY_GB = 8
 MIN_FREE_GB = 2.0  # of a run, beside its checkpoints
 MIN_NODE = 20
-_CHECKPOINTS = 6  # times the model's size: a checkpoint with its optimizer is written beside the one before
 
 
 def platform() -> Check:
@@ -68,26 +67,24 @@ def disk_for_demo() -> Check:
     return Check(f"free disk, {DEMO_FREE_GB} GB for the demo", free >= DEMO_FREE_GB, f"{free:.0f} GB", fix)
 
 
-def disk(run_dir: Path, model: Path | None) -> Check:
-    """`model` None = its size is not known yet."""
+def disk(run_dir: Path, kept: int | None) -> Check:
+    """`kept` = bytes of the run's checkpoints and its model; None = not known yet."""
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free / 1e9
-    needed = MIN_FREE_GB + _CHECKPOINTS * (size_of(model) / 1e9 if model else 0.0)
+    needed = MIN_FREE_GB + (kept or 0) / 1e9
     fix = "free space there (`docker system df` shows what Docker holds), or give --run-dir on another disk"
     return Check(f"free disk for {run_dir}, {needed:.1f} GB", free >= needed, f"{free:.1f} GB", fix)
 
 
-def shared_memory(model: Path | None) -> Check:
-    """Weights go to the engine through it, all at once."""
+def shared_memory(sent: int | None) -> Check:
+    """Weights go to the engine through it, all `sent` bytes at once; None = not known."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         return Check("/dev/shm for weights", False, "not there", "weights go through the disk instead", required=False)
     free = shutil.disk_usage(shm).free / 1e9
-    needed = max(0.2, 1.1 * size_of(model) / 1e9) if model else 1.0
+    needed = 1.0 if sent is None else max(0.2, 1.1 * sent / 1e9)
     fix = "WEIGHTS_SIZE in .env (compose: `docker compose down`, then remove its volume of weights), or --shm-size"
-    return Check(
-        f"/dev/shm for weights, {needed:.1f} GB", free >= needed, f"{free:.1f} GB free", fix, model is not None
-    )
+    return Check(f"/dev/shm for weights, {needed:.1f} GB", free >= needed, f"{free:.1f} GB free", fix, sent is not None)
 
 
 def leftovers() -> Check:
@@ -96,11 +93,6 @@ def leftovers() -> Check:
     registry = default_registry()
     count = len(list(registry.glob("*.json"))) if registry.is_dir() else 0
     return Check("owned processes and folders on record", True, f"{count} (live runs and left-overs)", required=False)
-
-
-def size_of(model: Path) -> int:
-    """Bytes of its weights."""
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def _output(*argv: str) -> str | None:

@@ -108,9 +108,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         # Frozen parameters are never sent, so a name may be missing; one that the checkpoint does not know is a
         # model of another kind.
         expected = _checkpoint_shapes(Path(self.model_config.model))
+        # The trainer knows of its own weights whether the head is tied; here only configs tell, which may leave it out.
+        has_no_head = self._tied or not any(name.endswith(_HEAD) for name in expected)
         for name in sorted(held) if expected else []:
             shape = list(file.get_slice(name).get_shape())
-            if name not in expected and not (name == _HEAD and self._tied):
+            if name not in expected and not (name == _HEAD and has_no_head):
                 raise WeightFileError(f"the model has no weight named {name!r}")
             if shape != expected.get(name, shape):
                 raise WeightFileError(f"{name!r} has shape {shape}, the model's is {expected[name]}")
@@ -137,17 +139,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         The engine packs its own copy of a tied head, so the embedding's new values would never reach it.
         """
         names = list(file.keys())
+        without_head = self._tied and not any(name.endswith(_HEAD) for name in names)
         for name in names:
             tensor = file.get_tensor(name).to(self.device)
             yield name, tensor
-            if name.endswith(_EMBEDDING) and self._tied and _HEAD not in names:
+            if name.endswith(_EMBEDDING) and without_head:
                 yield _HEAD, tensor
 
     @property
     def _tied(self) -> bool:
-        # The text's config of a model that sees may leave the question to the whole's, as the trainer knows too.
-        text = getattr(self.model_config.hf_text_config, "tie_word_embeddings", None)
-        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False) if text is None else text)
+        # Of a model that sees, either config may say so, while the other one has its default.
+        configs = (self.model_config.hf_text_config, self.model_config.hf_config)
+        return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 
     def _check_head(self, file: Any) -> None:
         """Multiply by the head the sampler will use and by the head that was sent: a stale packed copy shows here."""

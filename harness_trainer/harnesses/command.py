@@ -7,7 +7,9 @@ process of ours that works in another folder (`pin_command`).
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +19,10 @@ from harness_trainer.harnesses.base import Harness, literal
 
 PREFIX = "cmd:"
 INSTRUCTION = "HARNESS_TRAINER_INSTRUCTION"
+_PINNED = "harness-trainer-pinned:"  # first word of a pinned command: what it takes along is settled
 _TAKEN = "harness-trainer-file:"  # before the absolute path of a file to take along, in a pinned command
-_LONGEST_NAME = 60  # characters: metrics and pages show it
+_STRANGE = re.compile(r"[^A-Za-z0-9_.-]")  # what metrics' names do not tell apart, and paths cannot hold
+_LONGEST_NAME = 48  # characters, without the prefix and the hash
 
 _WITH_V1, _PLAIN, _TOKEN, _MODEL = "${base_url}/v1", "${base_url}", "${token}", "${model}"
 ENV = {
@@ -55,11 +59,14 @@ def command_harness(spec: str, folder: Path) -> Harness:
         raise ConfigError(
             f"harness {spec!r}: the command cannot be split into words ({str(error).lower()}); quote it as in a shell"
         ) from error
+    look_in = None if words[:1] == [_PINNED] else folder
+    if look_in is None:
+        del words[0]
     if not words or not words[0]:
         raise ConfigError(f'harness {spec!r} has no command: give one, as in --harness "cmd:python my_agent.py"')
-    if _is_ours(words[0], folder):
+    if _is_ours(words[0], look_in):
         raise ConfigError(f'harness {spec!r}: name the interpreter of {words[0]} too, as in "cmd:sh {words[0]}"')
-    ours = {word: f"agent/{Path(word).name}" for word in words[1:] if _is_ours(word, folder)}
+    ours = {word: f"agent/{Path(word).name}" for word in words[1:] if _is_ours(word, look_in)}
     if len(set(ours.values())) < len(ours):
         raise ConfigError(f"harness {spec!r}: two of its files have the same name; rename one")
     return Harness.model_validate(
@@ -77,7 +84,8 @@ def command_harness(spec: str, folder: Path) -> Harness:
 
 
 def pin_command(spec: str) -> str:
-    """The same command for a process that works in another folder: it takes the same files along.
+    """The same command for a process that works in another folder: it takes the same files along, and no other of that
+    folder, whose names may be those of the task's files.
 
     A command that `command_harness` refuses is left as it is.
     """
@@ -85,23 +93,26 @@ def pin_command(spec: str) -> str:
         words = shlex.split(spec.removeprefix(PREFIX))
     except ValueError:
         return spec
-    pinned = [
-        f"{_TAKEN}{Path(word).resolve()}" if n and _lies_in(Path(), word) else word for n, word in enumerate(words)
-    ]
-    return spec if pinned == words else PREFIX + shlex.join(pinned)
+    if not words or not words[0] or words[0] == _PINNED or _lies_in(Path(), words[0]):
+        return spec
+    taken = [f"{_TAKEN}{Path(word).resolve()}" if _lies_in(Path(), word) else word for word in words[1:]]
+    return PREFIX + shlex.join([_PINNED, words[0], *taken])
 
 
 def _name(words: list[str], ours: Mapping[str, str]) -> str:
-    """After the first file of ours that it runs, its interpreter left out; else after the whole command."""
+    """After the first file of ours that it runs, its interpreter left out, else after its first word. Arguments may be
+    long, alike or secret: of them there is a hash."""
     first = next((n for n, word in enumerate(words) if word in ours), 0)
     begins = Path(ours.get(words[first], words[first])).name
     rest = [Path(ours[word]).name if word in ours else word for word in words[first + 1 :]]
-    name = " ".join(" ".join([begins, *rest]).split())
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+    name = _STRANGE.sub("_", begins)[:_LONGEST_NAME]
+    if not rest and name == begins:
+        return name
+    return f"{name}-{hashlib.sha256(shlex.join([begins, *rest]).encode(errors='surrogateescape')).hexdigest()[:4]}"
 
 
-def _is_ours(word: str, folder: Path) -> bool:
-    return word.startswith(_TAKEN) or _lies_in(folder, word)
+def _is_ours(word: str, folder: Path | None) -> bool:
+    return word.startswith(_TAKEN) or (folder is not None and _lies_in(folder, word))
 
 
 def _lies_in(folder: Path, word: str) -> bool:

@@ -96,7 +96,7 @@ class Workshop:
         self.means = self._ready.result()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Work[Result]:
-        """Run it here. Raises SetupError after `close`."""
+        """Run it here. Raises SetupError after `close`, and after a part that all sessions need has failed for good."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -136,8 +136,13 @@ class Workshop:
             pool = await stack.enter_async_context(Pool(backend, bounds))
             harbor = await open_harbor(stack, spec, backend, harness)
             reward = load_reward(spec.config.reward)
-            self._ready.set_result(Means(boxes, backend, pool, Caps(spec.config), admin, reward, harbor))
-            await self._stop.wait()
-            for work in self._works:  # sessions end before the sandboxes that they are in
-                work.cancel()
-            await asyncio.gather(*self._works, return_exceptions=True)
+            try:
+                self._ready.set_result(Means(boxes, backend, pool, Caps(spec.config), admin, reward, harbor))
+                await self._stop.wait()
+            finally:  # also when a part that all need is gone for good, say a proxy
+                with self._lock:
+                    self._closed = True
+                await asyncio.sleep(0)  # what was submitted before that has started
+                for work in self._works:  # sessions end before the sandboxes that they are in
+                    work.cancel()
+                await asyncio.gather(*self._works, return_exceptions=True)

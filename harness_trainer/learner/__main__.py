@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 LEARNER_ERROR = "learner_error"  # run-state key that holds the one line a person should read
 
 
+_OTHER_POLICY = "harness_trainer.learner.same_policy"  # whose warnings a person is told
+
+
 class LearnerSpec(BaseModel):
     """What the supervisor hands to the learner process, as one JSON file in the run folder. Holds no secret."""
 
@@ -113,6 +116,7 @@ def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Repl
     from harness_trainer.learner.measuring import EngineWatch, Meter
     from harness_trainer.learner.train import run_learner
 
+    logging.getLogger(_OTHER_POLICY).addHandler(TellsFirst(store))
     resume_from, run_name = _go_on(spec, store)
     transfer = _transfer(spec, store, engine)
     run_learner(
@@ -141,6 +145,19 @@ def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Repl
         engine=engine,
         ranks=ranks,
     )
+
+
+class TellsFirst(logging.Handler):
+    """The first warning also as a note of the run: a person may never open the log, which has all of them."""
+
+    def __init__(self, store: RolloutStore) -> None:
+        super().__init__(logging.WARNING)
+        self._store: RolloutStore | None = store
+
+    def emit(self, record: logging.LogRecord) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.tell("other_policy", record.getMessage())
 
 
 def _go_on(spec: LearnerSpec, store: RolloutStore) -> tuple[Path | None, str]:

@@ -63,7 +63,8 @@ def begin(checkpoint: Path) -> None:
 def complete(checkpoint: Path, state: HarnessState, *, keep: int | None) -> None:
     """All else of the checkpoint is written: put it on the disk, mark it, and remove all older ones but `keep` - 1.
 
-    Of those that a kill cut off none is kept: they would take the place of whole ones. `keep` None = none is removed.
+    Of those that a kill cut off (they have no mark) none is kept: they would take the place of whole ones. One that a
+    person has taken something from, the optimizer say, counts as it is. `keep` None = none is removed.
     Raises OSError when the disk does not take it.
     """
     sync_tree(checkpoint)
@@ -71,7 +72,7 @@ def complete(checkpoint: Path, state: HarnessState, *, keep: int | None) -> None
     write_state(checkpoint, state)
     if keep is not None:
         older = sorted(item for item in _by_step(checkpoint.parent).items() if item[0] < state.step)
-        whole = [path for step, path in older if _is_complete(path, step)]
+        whole = [path for _, path in older if (path / STATE_NAME).exists()]
         kept = whole[max(0, len(whole) - (keep - 1)) :]
         for path in (path for _, path in older if path not in kept):
             begin(path)  # a half removed one is none

@@ -7,7 +7,6 @@ are in that format already, and merging an adapter is a process of its own. Call
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -32,6 +31,7 @@ _OF_BASE = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.model",
     "chat_template*", "*processor_config.json",
 )  # fmt: skip
+_AT_ONCE = 1 << 30  # bytes of one call
 _LIBRARIES = ("harness-trainer", "trl", "transformers", "torch", "accelerate", "peft", "openenv", "safetensors")
 
 
@@ -91,17 +91,15 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _put(source: Path, target: Path) -> None:
-    """Weights by a second name for the same bytes where the disk can do that; all else is copied.
-
-    Who saves into the folder gets a new file of weights from safetensors, but writes text files in place.
-    """
+    """A file of its own: who saves into the folder may write in place. Where the disk can, both share their blocks."""
     source = source.resolve()
     target.unlink(missing_ok=True)
-    if target.suffix == ".safetensors":
-        with contextlib.suppress(OSError):  # another disk, or one that cannot link
-            os.link(source, target)
-            return
-    shutil.copyfile(source, target)
+    try:
+        with source.open("rb") as read, target.open("wb") as written:
+            while os.copy_file_range(read.fileno(), written.fileno(), _AT_ONCE):
+                pass
+    except OSError:  # another disk, or one that does not know the call; a full one says so again
+        shutil.copyfile(source, target)
 
 
 def _merge(base_model: Path, adapter: Path, target: Path) -> None:

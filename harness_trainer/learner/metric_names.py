@@ -191,6 +191,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("ratio", "ratio", "new by old probability, mean over trained tokens; 1 = on policy"),
         Metric("ratio_max", "ratio", "the largest of them"),
         Metric("kl", "nats", "approximate KL(old, new), mean over trained tokens"),
+        Metric(
+            "sampling/logprob_difference_mean",
+            "nats",
+            "the learner's log-probability less the engine's, mean over trained tokens; about 0 = on policy",
+        ),
         Metric("kl_ref", "nats", "approximate KL(new, start of the run), with a `kl_coef`"),
         Metric("entropy", "nats", "mean over trained tokens"),
         Metric("clip_ratio/<bound>_mean", "share", "of trained tokens cut: `low`, `high`, `region` = both, `dual`"),

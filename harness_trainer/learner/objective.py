@@ -24,6 +24,7 @@ from harness_trainer.learner.objective_config import Aggregation, ObjectiveConfi
 
 # In place of -inf, which an underflow in the learner may give: finite, and beyond every ratio that `exp` lets through.
 _LOWEST_LOGPROB = -1e4
+LOGPROB_DIFFERENCE = "sampling/logprob_difference_mean"
 _SAMPLING = "sampling/importance_sampling_ratio"
 
 
@@ -193,6 +194,8 @@ def _report_policy(log_ratio: torch.Tensor, terms: Terms, result: ObjectiveLoss)
     ratio = exp(log_ratio)
     result.rates["ratio"] = _mean(ratio)
     result.rates["kl"] = _mean(ratio - 1 - log_ratio)
+    # Not to be had from the two above: in float32 an extreme ratio swallows all else of their difference.
+    result.rates[LOGPROB_DIFFERENCE] = _mean(log_ratio)
     if terms.entropy_M is not None:
         result.rates["entropy"] = _mean(terms.entropy_M)
     if len(ratio):

@@ -18,6 +18,7 @@ from capture_proxy.graph import build as build_graph
 from capture_proxy.ids import TokenIds, packed
 from capture_proxy.trace import LINEAGE, is_logprob
 from capture_proxy.types import (
+    SHAPED,
     Capture,
     Finding,
     Session,
@@ -46,6 +47,7 @@ class Row:
     turn_ids: list[str]  # the turns whose completions are trained in this row
     # [start, end) of each of those completions in the row, in the same order; [] = not known, one reward for the whole.
     turn_spans: list[tuple[int, int]] = field(default_factory=list)
+    is_shaped: bool = False  # some of it was sampled from less than the whole softmax (top_p, a format, a forced tool)
 
     @property
     def num_trained(self) -> int:
@@ -115,7 +117,8 @@ def rows_from_trace(trace: Mapping[str, Any]) -> BuiltRows:
         elif any(mask):
             masks[turn["node_id"]] = mask[len(turn["prompt_token_ids"]) :]
             spans = turn["metadata"]["policy_versions"]
-            turns.append(_turn(turn["node_id"], index, turn["prompt_token_ids"], ids, logps, spans))
+            shaped = any(finding["code"] == SHAPED for finding in turn["metadata"].get("findings", []))
+            turns.append(_turn(turn["node_id"], index, turn["prompt_token_ids"], ids, logps, spans, shaped=shaped))
     return build_rows(Capture(Session("", "", SessionPolicy(), {}), turns), masks)
 
 
@@ -131,9 +134,8 @@ def _stretches(row: Mapping[str, Any]) -> Iterator[Turn]:
         start, end = stretch["start"], stretch["end"]
         prompt = list(ids[:start]) if buffer is None else TokenIds(buffer, start)
         logps = row["per_token_logps"][start - start_of_completion : end - start_of_completion]
-        yield _turn(
-            stretch["turn_id"], stretch["index"], prompt, list(ids[start:end]), logps, stretch["policy_versions"]
-        )
+        said = (prompt, list(ids[start:end]), logps, stretch["policy_versions"])
+        yield _turn(stretch["turn_id"], stretch["index"], *said, shaped=stretch.get("shaped", False))
 
 
 def _turn(
@@ -143,6 +145,8 @@ def _turn(
     completion_ids_T: list[int],
     logprobs_T: list[float | None],
     spans: Sequence[Mapping[str, Any]],
+    *,
+    shaped: bool,
 ) -> Turn:
     return Turn(
         turn_id=turn_id,
@@ -160,6 +164,7 @@ def _turn(
         finish_reason=None,
         status=TurnStatus.OK,
         role=TurnRole.AGENT,
+        findings=[Finding(Severity.WARN, SHAPED, "")] if shaped else [],
     )
 
 
@@ -236,6 +241,7 @@ def _row(leaf: _Sampled, trained: list[_Sampled]) -> Row:
         logprobs_N=[0.0] * num,
         versions_N=[-1] * num,
         turn_ids=[sampled.turn.turn_id for sampled in trained],
+        is_shaped=any(sampled.turn.is_shaped for sampled in trained),
     )
     for sampled in trained:
         start = len(sampled.turn.prompt_ids_P)

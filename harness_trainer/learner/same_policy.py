@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from harness_trainer.errors import SetupError
+from harness_trainer.learner.objective import LOGPROB_DIFFERENCE
 from harness_trainer.learner.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ _NOISE = ("jitter_noise", "input_jitter_noise")  # of a router's input, in train
 
 _CAUSES = (
     "the model has parts that it computes otherwise (ALiBi attention, say), the engine's weights are quantized, or its"
-    " log-probabilities are of another temperature or of what top_p, top_k or a response_format left"
+    " log-probabilities are of another temperature or of what top_p, top_k, a response_format or a forced tool_choice"
+    " left"
 )
 
 
@@ -45,23 +47,24 @@ def without_dropout(model: torch.nn.Module) -> None:
 
 
 def look(metrics: Mapping[str, Sequence[Any]], batch: StepBatch, *, model: str, step: int, ends: bool) -> None:
-    """At an on-policy step, before its update. `metrics` has (sum, tokens) of "ratio" and "kl"; `step` counts from 1.
+    """At an on-policy step, before its update. `metrics` has (sum, tokens) of the difference; `step` counts from 1.
 
     Raises SetupError at the run's first step, if it `ends` by that, when the learner computes another policy than the
-    engine's; warns else and later.
+    engine's; warns else and later, and where the engine sampled from less than the whole softmax: what a grammar or
+    top_p leaves out makes that difference, too.
     """
-    if max(batch.staleness, default=1) > 0 or not metrics.get("ratio"):
+    noted = metrics.get(LOGPROB_DIFFERENCE)
+    if max(batch.staleness, default=1) > 0 or not noted:
         return
-    (ratio, tokens), (kl, _) = ([sum(part) for part in zip(*metrics[name], strict=True)] for name in ("ratio", "kl"))
+    total, tokens = (sum(part) for part in zip(*noted, strict=True))
     if tokens < ENOUGH_TO_WARN:
         return
-    # kl is the mean of ratio - 1 - log(ratio): a few extreme ratios cancel.
-    difference = ratio / tokens - 1 - kl / tokens
-    if ends and step == 1 and abs(difference) > END and tokens >= ENOUGH_TO_END:
+    difference = total / tokens
+    if ends and not batch.is_shaped and step == 1 and abs(difference) > END and tokens >= ENOUGH_TO_END:
         raise SetupError(
             f"the learner does not compute {model} as the engine does: with the same weights log-probabilities of"
             f" {tokens:.0f} sampled tokens differ by {difference:+.2f} on average. Take another model, or other"
-            f" sampling settings: {_CAUSES}"
+            f" sampling settings ({_CAUSES}), or set learner.verify_sync to never"
         )
     if abs(difference) > WARN:
         logger.warning(

@@ -26,11 +26,12 @@ class SentWeights:
     """The stream of one model, which is described once and sent many times, in the same order."""
 
     def __init__(self, model: Any, parameters: Iterable[Named], on_disk: Collection[str]) -> None:
-        """`parameters` by TRL's names, sharded or not; `on_disk` the names in the checkpoint that the engine loaded.
+        """Before sharding. `parameters` by TRL's names; `on_disk` the names in the checkpoint that the engine loaded.
 
         Raises SetupError when the checkpoint's tensors cannot be made from the model's one after the other.
         """
         loaded = _loaded(model)
+        self._tied_head = _tied_head(model)
         shapes = {name: _shape_of(tensor) for name, tensor in parameters}
         buffers = ((name, _shape_of(tensor)) for name, tensor in _persistent_buffers(loaded))
         # The engine refuses a name that it does not know; a buffer that the checkpoint lacks never changes anyway.
@@ -45,12 +46,21 @@ class SentWeights:
     def stream(self, model: Any, parameters: Iterable[Named]) -> Iterator[Named]:
         """The checkpoint's tensors, made of gathered `parameters` as these come; a tied head may be sharded."""
         buffers = ((n, whole(b)) for n, b in _persistent_buffers(_loaded(model)) if n in self._buffers)
-        return with_tied_head(model, self._as_saved(model, itertools.chain(parameters, buffers)))
+        return self._with_tied_head(model, self._as_saved(model, itertools.chain(parameters, buffers)))
 
     def manifest(self, model: Any) -> Manifest:
         """Of what `stream` will give; nothing is gathered or copied for it."""
         shapes = itertools.chain(self._shapes.items(), self._buffers.items())
-        return manifest(with_tied_head(model, self._as_saved(model, shapes)))
+        return manifest(self._with_tied_head(model, self._as_saved(model, shapes)))
+
+    def _with_tied_head(self, model: Any, named: Iterable[Named]) -> Iterator[Named]:
+        """`named`, then the head that shares the embedding's weight: an engine may keep a packed copy of it."""
+        names = set()
+        for name, tensor in named:
+            names.add(name)
+            yield name, tensor
+        if self._tied_head is not None and self._tied_head not in names:
+            yield self._tied_head, model.get_output_embeddings().weight
 
     def _as_saved(self, model: Any, named: Iterable[Named]) -> Iterator[Named]:
         loaded, waiting = _loaded(model), dict[str, dict[str, torch.Tensor]]()
@@ -60,17 +70,6 @@ class SentWeights:
             parts[name] = tensor
             if len(parts) == number:
                 yield from revert_weight_conversion(loaded, waiting.pop(first)).items()
-
-
-def with_tied_head(model: Any, named: Iterable[Named]) -> Iterator[Named]:
-    """`named`, then the head that shares the embedding's weight: an engine may keep a packed copy of it."""
-    names = set()
-    for name, tensor in named:
-        names.add(name)
-        yield name, tensor
-    head = _tied_head(model)
-    if head is not None and head[0] not in names:
-        yield head
 
 
 def manifest(named: Iterable[Named]) -> Manifest:
@@ -132,11 +131,13 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _tied_head(model: Any) -> Named | None:
-    """Name and weight of an output head that shares the embedding's; None = it has weights of its own, or none."""
+def _tied_head(model: Any) -> str | None:
+    """Name of an output head that shares the embedding's weight; None = it has a weight of its own, or there is none.
+
+    The weights are asked: where a model that sees says it in its config, and whether it means it, differs by family.
+    """
     head = model.get_output_embeddings()
-    text = model.config.get_text_config()  # of a model that sees it may leave the question to the whole's config
-    if head is None or not getattr(text, "tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False)):
+    if head is None or head.weight is not model.get_input_embeddings().weight:
         return None
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-    return name.removeprefix("base_model.model."), head.weight
+    return name.removeprefix("base_model.model.")

@@ -55,6 +55,11 @@ class StepBatch:
         return any(np.any(sample["advantages"][sample["completion_mask"] == 1]) for sample in self.samples)
 
     @property
+    def is_shaped(self) -> bool:
+        """Whether some of it was sampled from less than the whole softmax, as `Row` has it."""
+        return any(row.is_shaped for group in self.groups for rows in group.rows for row in rows)
+
+    @property
     def num_trained_tokens(self) -> int:
         # A token at position 0 has no predecessor to be predicted from; `rows` never masks it in.
         return sum(int(sample["completion_mask"][1:].sum()) for sample in self.samples)

@@ -106,7 +106,7 @@ async def open_agents(
         others=[(lane.backend, lane.admin) for lane in lanes[1:]],
         tasks={task.name: task for one in read for task in one.tasks},
         evaluation_tasks={task.name: task for one in read for task in one.held_out},
-        harnesses={agent.name for agent in agents},
+        harnesses={(one.spec.name, name) for one in read for name in one.mix.harnesses},
         sources=[source.name for source in spec.each_source()],
     )
 
@@ -155,6 +155,7 @@ def _opened(one: ReadSource, spec: RunnerSpec, lanes: Lanes) -> OpenSource:
         weight=one.spec.weight,
         evaluation_tasks=one.held_out,
         evaluated=one.mix.evaluated(one.held_out, every_agent=spec.every_agent, num=None),
+        agents=one.mix.harnesses,
     )
 
 

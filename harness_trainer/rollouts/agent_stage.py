@@ -32,12 +32,14 @@ async def box(job: Job, means: Means, spec: BoxSpec, budget: Budget, result: Rol
         lease = means.pool.adopt(job.taken.sandbox)
         result.warm = job.taken.facts.warm
     else:
-        limit_s = min(budget.limits.start_s, budget.left_s)
+        limit_s, began = min(budget.limits.start_s, budget.left_s), time.monotonic()
         try:
             async with budget.timed("create", limit_s):
                 lease = await means.pool.take(spec)
         except (StageTimeout, StartHung) as error:
             result.start_hung = isinstance(error, StartHung) or means.pool.hangs(spec, HUNG * limit_s)
+            # The task's fault if others got theirs started meanwhile, else the engine's, which stalls for all of them.
+            result.setup_failed = result.start_hung and means.pool.has_started_another(spec, began)
             raise
         result.warm = lease.warm
     try:

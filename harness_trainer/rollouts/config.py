@@ -84,8 +84,8 @@ class RolloutConfig(BaseModel):
     infra_window: int = Field(
         12,
         ge=1,
-        description="the run stops when most of so many tries, the newest of all groups, were infra failures or were "
-        "failed by their reward function",
+        description="the run stops when most of so many tries, the newest of all groups, were infra failures, and when "
+        "so many calls of a reward function in a row failed, over five minutes",
     )
     infra_share: float = Field(0.75, gt=0, le=1, description="the share of `infra_window` that counts as most")
     reward: str = Field(

@@ -15,13 +15,14 @@ import asyncio
 import logging
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness_trainer.errors import TaskError
 from harness_trainer.rollouts.config import RolloutConfig
-from harness_trainer.rollouts.group import Group
+from harness_trainer.rollouts.group import Group, Unfit
 from harness_trainer.rollouts.slots import Slots
 from harness_trainer.rollouts.store import RolloutStore
 
@@ -154,7 +155,7 @@ class Evaluator:
     async def _evaluate(self, step: int) -> None:
         log.info("evaluating the policy after step %d on %d tasks", step, len({task for task, _ in self._groups}))
         await asyncio.to_thread(self._store.start_evaluation, step, self._groups)
-        groups = await asyncio.to_thread(self._store.evaluation_groups, step)
+        groups = await self._with_agents(await asyncio.to_thread(self._store.evaluation_groups, step), step)
         async with asyncio.TaskGroup() as running:
             for group_id, task, harness, over in groups:
                 if not over:
@@ -167,6 +168,30 @@ class Evaluator:
         line = f"evaluation after step {step}: {line}"
         await asyncio.to_thread(self._store.finish_evaluation, step, report, line)
         log.info(line)
+
+    async def _with_agents(
+        self, groups: list[tuple[int, str, str, bool]], step: int
+    ) -> list[tuple[int, str, str, bool]]:
+        """The groups once those of agents that have gone are replaced by others of the same tasks."""
+        sources = self._sources
+        gone = [
+            (group_id, task, agent)
+            for group_id, task, agent, over in groups
+            if not over and task in sources.evaluation_tasks and sources.lacks_agent(task, agent)
+        ]
+        if not gone:
+            return groups
+        lost = {group_id for group_id, *_ in gone}
+        there = Counter((task, agent) for group_id, task, agent, _ in groups if group_id not in lost)
+        wanted = list((Counter(self._groups) - there).elements())
+        for group_id, task, agent in gone:
+            instead = next((pair for pair in wanted if pair[0] == task), None)
+            if instead is not None:
+                wanted.remove(instead)
+            new = None if instead is None else instead[1]
+            await asyncio.to_thread(self._store.replace_evaluated, group_id, Unfit.AGENT_GONE, new)
+            await tell_agent_gone(self._store, group_id, task, agent)
+        return await asyncio.to_thread(self._store.evaluation_groups, step)
 
     def _report(self, rewards: Mapping[str, Sequence[float | None]]) -> tuple[dict[str, Any], str]:
         """Of all tasks; where the run has several sources, of each as well. The line for people says the same."""
@@ -191,6 +216,13 @@ class Evaluator:
             group.finish(slot, result)
         await self._slots.fill(group)
         await asyncio.to_thread(self._store.group_evaluated, group_id)
+
+
+async def tell_agent_gone(store: RolloutStore, group_id: int, task: str, agent: str) -> None:
+    """Of a group that is dropped for it, a person is told."""
+    line = f"WARNING: group {group_id} ({task}) is dropped: its agent {agent!r} is none of the run's any more"
+    log.warning("%s", line)
+    await asyncio.to_thread(store.tell, Unfit.AGENT_GONE, line, group=group_id, task=task, agent=agent)
 
 
 def _shown(value: float | None, interval: tuple[float, float] | None) -> str:

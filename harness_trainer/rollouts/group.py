@@ -34,6 +34,7 @@ class Unfit(enum.StrEnum):
     TOO_FEW_SCORED = "too_few_scored"  # below `min_group`, refills and all
     SETUP_FAILED = "setup_failed"  # the task's sandbox cannot be had
     STALE = "stale"  # cancelled while it ran: every later step would find it too old
+    AGENT_GONE = "agent_gone"  # begun by an earlier runner, with an agent that is none of the run's any more
 
 
 @dataclass(slots=True, eq=False)

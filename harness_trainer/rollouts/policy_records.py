@@ -228,12 +228,20 @@ class PolicyRecords(StoreFile):
             made = db.execute("INSERT OR IGNORE INTO evaluations VALUES (?, ?, ?, NULL, NULL)", (step, version, now))
             if not made.rowcount:
                 return
-            lowest = db.execute("SELECT MIN(0, COALESCE(MIN(group_id), 0)) FROM rollout_groups").fetchone()[0]
-            db.executemany(
-                "INSERT INTO rollout_groups (group_id, task, harness, state, start_version, created_at, evaluation)"
-                " VALUES (?, ?, ?, 'evaluating', ?, ?, ?)",
-                [(lowest - 1 - n, task, agent, version, now, step) for n, (task, agent) in enumerate(groups)],
+            _add_evaluated(db, groups, version, step)
+
+    def replace_evaluated(self, group_id: int, reason: str, harness: str | None) -> None:
+        """Drop a group that is not over; one of the same task with this agent stands in for it (None = none does)."""
+        with self._write() as db:
+            sql = (
+                "SELECT task, start_version, evaluation FROM rollout_groups WHERE group_id = ? AND state = 'evaluating'"
             )
+            if (old := db.execute(sql, (group_id,)).fetchone()) is None:  # the learner has gone back
+                return
+            db.execute("UPDATE rollout_groups SET state = 'dropped', reason = ? WHERE group_id = ?", (reason, group_id))
+            if harness is not None:
+                task, version, step = old
+                _add_evaluated(db, [(task, harness)], version, step)
 
     def evaluation_groups(self, step: int) -> list[tuple[int, str, str, bool]]:
         """(group id, task, harness, whether it is over) of every group of the evaluation, in the order of its tasks."""
@@ -314,6 +322,15 @@ def _step_of(db: sqlite3.Connection, version: int) -> int | None:
 
 def _steps_taken(db: sqlite3.Connection) -> int:
     return int(db.execute(_STEPS_TAKEN).fetchone()[0])
+
+
+def _add_evaluated(db: sqlite3.Connection, groups: Sequence[tuple[str, str]], version: int, step: int) -> None:
+    lowest = db.execute("SELECT MIN(0, COALESCE(MIN(group_id), 0)) FROM rollout_groups").fetchone()[0]
+    db.executemany(
+        "INSERT INTO rollout_groups (group_id, task, harness, state, start_version, created_at, evaluation)"
+        " VALUES (?, ?, ?, 'evaluating', ?, ?, ?)",
+        [(lowest - 1 - n, task, agent, version, time.time(), step) for n, (task, agent) in enumerate(groups)],
+    )
 
 
 def forget_evaluations(db: sqlite3.Connection, after_step: int) -> None:

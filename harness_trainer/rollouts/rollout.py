@@ -53,7 +53,7 @@ async def run_rollout(job: Job, means: Means) -> RolloutResult:
             log.exception("rollout %s failed in its stage %s", job.rollout_id, budget.stage)
         result.outcome, result.reward = Outcome.INFRA_FAILED, None
         result.failed_stage = budget.stage
-        result.setup_failed = isinstance(error, SetupFailed | TaskError)
+        result.setup_failed |= isinstance(error, SetupFailed | TaskError)  # `agent_stage` has judged a start that hung
         result.detail = str(error) if isinstance(error, StageTimeout) else f"{type(error).__name__}: {error}"
     return result
 

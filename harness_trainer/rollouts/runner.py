@@ -17,7 +17,7 @@ from typing import TypeAlias
 from harness_trainer.errors import TaskError, TrainingFailed
 from harness_trainer.rollouts.admission import is_too_old, may_open, num_left, num_open
 from harness_trainer.rollouts.config import RolloutConfig
-from harness_trainer.rollouts.evaluation import Evaluator
+from harness_trainer.rollouts.evaluation import Evaluator, tell_agent_gone
 from harness_trainer.rollouts.group import Group, Unfit
 from harness_trainer.rollouts.needs import Needs
 from harness_trainer.rollouts.policy_config import Schedule
@@ -80,7 +80,8 @@ class Runner:
             self._slots.resume(jobs, taken)
             await self._until_engine_is_ours()
             for group_id, task_name, _ in await asyncio.to_thread(self._store.unfinished_groups):
-                self._start(jobs, await self._continued(group_id, task_name))
+                if (group := await self._continued(group_id, task_name)) is not None:
+                    self._start(jobs, group)
             jobs.create_task(self._cancel_stale())
             if self._evaluator is not None:
                 jobs.create_task(self._evaluator.run())
@@ -106,12 +107,17 @@ class Runner:
     def _start(self, jobs: asyncio.TaskGroup, group: Group) -> None:
         self._running[group] = jobs.create_task(self._run_group(group))
 
-    async def _continued(self, group_id: int, task_name: str) -> Group:
+    async def _continued(self, group_id: int, task_name: str) -> Group | None:
+        """None = it is dropped, for its agent is none of the run's any more."""
         if task_name not in self._sources.tasks:
             raise TaskError(
                 f"the run has an unfinished group of task {task_name!r}, which is gone from the tasks: put it back"
             )
         harness = await asyncio.to_thread(self._store.harness_of, group_id)  # whatever the shares are now
+        if self._sources.lacks_agent(task_name, harness):
+            await asyncio.to_thread(self._store.mark_dropped, group_id, Unfit.AGENT_GONE)
+            await tell_agent_gone(self._store, group_id, task_name, harness)
+            return None
         results = await asyncio.to_thread(self._store.results_by_slot, group_id)
         log.info("group %d (%s) continues: %d of its rollouts are finished", group_id, task_name, len(results))
         group = Group(group_id, self._sources.tasks[task_name], harness, self._config.group_size)

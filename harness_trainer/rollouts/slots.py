@@ -12,12 +12,13 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from harness_trainer.rollouts.config import RolloutConfig
-from harness_trainer.rollouts.failures import Backoff, Breaker
+from harness_trainer.rollouts.failures import Backoff, Breaker, ScoringBreaker
 from harness_trainer.rollouts.group import Group
 from harness_trainer.rollouts.needs import Needs
 from harness_trainer.rollouts.scoring import weigh
@@ -54,6 +55,7 @@ class Slots:
         *,
         engine_version: Callable[[], int],
         sleep: Sleep = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._store = store
@@ -64,8 +66,11 @@ class Slots:
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._backoff = Backoff(config.retry_backoff_s, config.retry_backoff_max_s)
         self._breakers = {name: Breaker(config.infra_window, config.infra_share, name) for name in sources.names}
+        self._scoring = {name: ScoringBreaker(config.infra_window, name, clock) for name in sources.names}
+        self._may_begin = {name: asyncio.Event() for name in sources.names}  # unset: its reward function has a rest
+        for may_begin in self._may_begin.values():
+            may_begin.set()
         self._resumed: dict[tuple[int, int], _Resumed] = {}  # by group and slot
-        self._last_box: dict[tuple[str, str], float] = {}  # by source and task: when one last got a sandbox, monotonic
         self._told_unscored: set[str] = set()  # sources of which a person knows that a reward function failed
 
     def resume(self, jobs: asyncio.TaskGroup, taken: Sequence[Job]) -> None:
@@ -95,9 +100,12 @@ class Slots:
                         self._resumed.pop(key, None)  # only now: if this is cut short, the end comes below
                 await asyncio.sleep(POLL_S)
         finally:
+            # Not that of one whose end was being written just now.
+            without_end = {each.rollout_id for each in await asyncio.to_thread(self._store.unfinished_rollouts)}
             while self._resumed:
                 _, left = self._resumed.popitem()
-                await self._end(left, "the run was stopped")
+                if left.job.rollout_id in without_end:
+                    await self._end(left, "the run was stopped")
 
     async def _end(self, resumed: _Resumed, why: str) -> None:
         """Cancel one if it still runs, and write down its end, which it does not do itself."""
@@ -138,14 +146,13 @@ class Slots:
                 result, resumed = await self._result_of(group, resumed), None
             else:
                 queued_at = time.monotonic()
-                async with self._places:
+                async with self._place(self._sources.name_of(group.task.name)):
                     queued_s = time.monotonic() - queued_at
                     hopeless = group.is_hopeless(config.setup_tries)
                     result = await self._run_attempt(group, slot, attempt, queued_s, hopeless=hopeless)
                 result.stages_s = {"queue": queued_s, **result.stages_s}
             result.source = self._sources.name_of(group.task.name)
             weigh(result, self._sources.config_of(group.task.name).reward_weights)
-            self._judge_hang(result)
             group.note(result)
             if result.awaits_group:
                 group.wait(slot, result)
@@ -160,20 +167,39 @@ class Slots:
             await self._report(result)
             if not hopeless:
                 self._breakers[result.source].note(result)
+            if result.outcome is not Outcome.INFRA_FAILED:
+                await self._note_scoring([result])
             if final or group.is_stale:  # what was cancelled may still have come to a result
                 return
             self._needs.change(group, 1)
             await self._sleep(self._backoff.wait_s(max(0, attempt - num_lost)))
 
-    def _judge_hang(self, result: RolloutResult) -> None:
-        """A start that hung is the task's fault if others of its source got sandboxes meanwhile, else the engine's."""
-        if not result.start_hung:
+    @asynccontextmanager
+    async def _place(self, source: str) -> AsyncIterator[None]:
+        """One of the places, once the source's reward function has had its rest. Who waits for that holds none."""
+        may_begin = self._may_begin[source]
+        while True:
+            await may_begin.wait()
+            async with self._places:
+                if may_begin.is_set():
+                    yield
+                    return
+
+    async def _note_scoring(self, scored: Sequence[RolloutResult]) -> None:
+        """What one call of a reward function came to. After failures nothing of its source begins for a while.
+
+        Those at work go on; what they fail with meanwhile makes the rest no longer.
+        """
+        source = scored[0].source
+        calls, may_begin = self._scoring[source], self._may_begin[source]
+        if not calls.note(scored) or not may_begin.is_set():
             return
-        began = time.monotonic() - result.stages_s.get("create", 0.0)
-        boxes = self._last_box.items()
-        others = [at for (source, task), at in boxes if source == result.source and task != result.task]
-        if max(others, default=began) > began:
-            result.setup_failed = True
+        may_begin.clear()
+        calls.num_rests += 1
+        try:
+            await self._sleep(self._backoff.wait_s(calls.num_rests - 1))
+        finally:
+            may_begin.set()
 
     async def _score_together(self, group: Group) -> None:
         """The rollouts whose rewards compare them. Stored as one: siblings of a runner that is killed are run again."""
@@ -189,7 +215,7 @@ class Slots:
         for slot, result in waiting:
             group.finish(slot, result)
             await self._report(result)
-            self._breakers[result.source].note_unscored(result)
+        await self._note_scoring([result for _, result in waiting])
 
     async def _give_up_waiting(self, group: Group) -> None:
         """Of a group that ended before its rollouts were scored."""
@@ -224,10 +250,6 @@ class Slots:
         waits_for_box = True
 
         def has_box() -> int:
-            self._last_box[self._sources.name_of(group.task.name), group.task.name] = time.monotonic()
-            return needs_none()
-
-        def needs_none() -> int:
             nonlocal waits_for_box
             if waits_for_box:
                 waits_for_box = False
@@ -243,7 +265,7 @@ class Slots:
             await self._record_cancelled(job, _why_cancelled(group))
             raise
         finally:
-            needs_none()  # any more
+            has_box()  # or needs none any more
             group.sampling_since.pop(rollout_id, None)
 
     async def _record_cancelled(self, job: Job, why: str) -> None:

@@ -13,7 +13,7 @@ else; in a run with one nothing does, and the source's name is "". `__main__` op
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -48,6 +48,7 @@ class OpenSource:
     evaluation_tasks: Sequence[Task] = ()
     group_scores: GroupScores | None = None  # of rollouts that end with `awaits_group`; None = none does
     evaluated: Sequence[tuple[str, str]] | None = None  # task and agent of each group; None = one per task, in turn
+    agents: Collection[str] | None = None  # by name; None = it has one, whatever that was called when a group began
 
     def each_evaluated(self) -> Sequence[tuple[str, str]]:
         if self.evaluated is not None:
@@ -75,6 +76,11 @@ class Sources:
 
     def config_of(self, task: str) -> RolloutConfig:
         return self._of_task[task].config
+
+    def lacks_agent(self, task: str, agent: str) -> bool:
+        """Whether a group of an earlier runner names an agent that is none of the run's now."""
+        agents = self._of_task[task].agents
+        return agents is not None and agent not in agents
 
     def group_scores_of(self, task: str) -> GroupScores:
         """Of a task whose rollouts ended with `awaits_group`."""

@@ -34,7 +34,8 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """`tasks`: by name, those trained on and those only evaluated on; `harnesses`, `sources`: the run's, by name.
+    """`tasks`: by name, those trained on and those only evaluated on; `harnesses`: by source and name;
+    `sources`: the run's, by name.
 
     `backend` and `admin` are of the engine's only replica, or the first; `others` of the further ones, in order. An
     attempt goes on with the replica that it is pinned to.
@@ -46,7 +47,7 @@ class Takeover:
     admin: AdminClient
     tasks: Mapping[str, Task]
     evaluation_tasks: Mapping[str, Task]
-    harnesses: Collection[str]
+    harnesses: Collection[tuple[str, str]]
     sources: Sequence[str] = ()
     others: Sequence[tuple[Backend, AdminClient]] = ()
     attach_s: float = ATTACH_S
@@ -92,7 +93,7 @@ class Takeover:
         at_work = each.at_work
         if task is None:
             why = "no agent of this run's works on its task"  # a white-box source's, say: `__main__` seals those
-        elif each.harness not in self.harnesses or not each.group_runs:
+        elif (source_in(each.task, self.sources), each.harness) not in self.harnesses or not each.group_runs:
             why = "it is of no use any more"
         elif at_work is None or at_work.job_id is None:
             why = "its agent had not been started, as far as is known"

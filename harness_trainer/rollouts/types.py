@@ -93,7 +93,9 @@ class RolloutResult:
     stages_s: dict[str, float] = field(default_factory=dict)
     failed_stage: str = ""  # of an infra failure: the stage it came from, or NODE
     setup_failed: bool = False  # the task's sandbox cannot be had: another try of the same task fails alike
-    start_hung: bool = False  # the sandbox did not start in its time, though its start was not queued for
+    start_hung: bool = (
+        False  # the sandbox did not start in its time, though its start was not queued for: for the record
+    )
     warm: bool | None = None  # whether the sandbox had been started ahead of need; None = there was none
     rewards: dict[str, float] = field(default_factory=dict)  # by name, as the tests gave them
     turn_rewards: dict[str, float | None] = field(default_factory=dict)  # by turn id, in order; None = not judged

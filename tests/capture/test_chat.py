@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -120,6 +121,16 @@ async def test_a_history_that_is_echoed_extends_the_prompt_by_prefix(tmp_path: P
         one, two = (await gw.admin.capture("s1")).turns
     whole = one.prompt_ids_P + one.completion_ids_T
     assert two.prompt_ids_P[: len(whole)] == whole
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required", {"type": "function", "function": {"name": "bash"}}])
+async def test_a_forced_tool_choice_shapes_the_sampling(tmp_path: Path, choice: Any) -> None:
+    async with served(ScriptedEngine(["ok"]), tmp_path / "s.sqlite") as gw:
+        client = gw.openai(await gw.mint())
+        await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, tool_choice=choice)
+        (turn,) = (await gw.admin.capture("s1")).turns
+    shaped = [f.detail for f in turn.findings if f.code == "shaped_sampling"]
+    assert shaped == ([] if choice in ("auto", "none") else ["tool_choice"])
 
 
 async def test_a_weight_update_in_the_middle_of_a_reply_gives_two_spans(tmp_path: Path) -> None:

@@ -165,6 +165,10 @@ def test_a_list_of_texts_is_given_with_commas_or_as_json(tmp_path):
         "names": ["a", "b"],
         "words": ["c"],
     }
+    for unclear in ('--set={"a":1,"b":2}', "'a,b',c", "a[1,2]", '{"a": 1}', "", " ,"):
+        with pytest.raises(ConfigError, match=r"^--words .*\["):
+            whole(f"--words={unclear}")
+    assert whole("--words", '["--set={1,2}"]').words == ["--set={1,2}"] and whole("--words", "[]").words == []
     assert whole("--names", '["a,b"]').names == ["a,b"] and whole("--names", "null").names is None
 
 

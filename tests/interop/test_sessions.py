@@ -154,6 +154,29 @@ async def test_closing_a_factory_ends_its_sessions_and_leaves_nothing(tmp_path, 
             factory.create("moon", 0)
 
 
+async def test_a_factory_that_lost_what_all_its_sessions_need_is_closed_and_leaves_nothing(tmp_path, settings):
+    """As when a proxy dies for good: its owner's task is cancelled."""
+
+    def lose():
+        (owner,) = (task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_serve")
+        owner.cancel()
+
+    engine = ScriptedEngine([Reply(["a"], stall=True)])
+    async with a_factory(tmp_path, settings, engine) as factory:
+        session = await asyncio.to_thread(factory.create, "moon", 0)
+        await until(lambda: engine.requests, timeout_s=20)
+        workshop = factory._workshop
+        workshop._loop.call_soon_threadsafe(lose)
+        await asyncio.to_thread(workshop._thread.join, 10)
+        assert not workshop._thread.is_alive(), "its agents are ended, and not waited for"
+        with pytest.raises(SetupError, match="closed"):
+            factory.create("moon", 0)
+        await asyncio.to_thread(session.close)
+        with pytest.raises(SessionFailed, match="closed before it ended"):
+            session.wait_for_completion()
+        assert list((tmp_path / "boxes").glob("*")) == []
+
+
 def test_what_a_factory_is_made_of_can_go_to_another_process(settings):
     made = partial(HarnessSessionFactory, **settings, agent_url="http://127.0.0.1:1", admin_url="http://127.0.0.1:2")
     assert pickle.loads(pickle.dumps(made)).keywords == made.keywords

@@ -141,11 +141,36 @@ def test_a_model_that_cannot_fit_is_refused_and_one_that_can_is_not(tmp_path):
 
 
 def test_a_disk_that_the_checkpoints_would_fill_is_named(tmp_path):
-    config = model_folder(tmp_path / "huge", 10**12)
-    full = machine.disk(tmp_path / "runs" / "not-there-yet", config)
+    run_dir = tmp_path / "runs" / "not-there-yet"
+    config, huge = RunConfig(), model_folder(tmp_path / "huge", 10**12)
+    full = machine.disk(run_dir, fitting.kept(config, huge, run_dir))
     assert not full.ok and full.required and "docker system df" in full.fix
-    assert not machine.shared_memory(config).ok
+    assert not machine.shared_memory(fitting.sent(config, huge)).ok
     assert machine.disk(tmp_path, None).ok
+
+
+@pytest.mark.parametrize(
+    ("learner", "kept", "sent"),
+    [
+        ({}, 4 + 3 * 12, 4),  # the model, and two checkpoints beside the one that is written; whatever the base's dtype
+        ({"save_total_limit": 1, "optimizer": "sgd"}, 4 + 2 * 4, 4),
+        ({"max_steps": 10, "save_total_limit": None}, 4 + 12, 4),
+        ({"lora": {"rank": 8}, "dtype": "bfloat16"}, 2, 2),
+        ({"lora": {"rank": 8, "merge": False}}, 0, 4),
+        ({"lora": {"rank": 8}, "weight_sync": {"type": "lora"}}, 4, 0),
+    ],
+)
+def test_what_a_run_keeps_and_sends_is_counted_by_parameters(tmp_path, learner, kept, sent):
+    config, model = RunConfig.model_validate({"learner": learner}), model_folder(tmp_path / "model", 1000)
+    assert fitting.kept(config, model, tmp_path / "run") == kept * 1000
+    assert fitting.sent(config, model) == sent * 1000
+    assert fitting.kept(config, None, tmp_path) is None and fitting.sent(config, None) is None
+
+
+def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / f"checkpoint-{step}").mkdir(parents=True)
+    assert fitting.kept(RunConfig(), model_folder(tmp_path / "model", 1000), tmp_path) == (4 + 12) * 1000
 
 
 def test_a_port_that_is_taken_is_named_with_the_flag_that_frees_the_run_of_it():

@@ -95,12 +95,7 @@ def test_saving_into_the_models_folder_changes_neither_base_nor_checkpoint(
     sources = [path for where in (base, run.checkpoints / "checkpoint-2") for path in where.iterdir()]
     before = {path: path.read_bytes() for path in sources}
     for path in folder.iterdir():
-        if path.suffix != ".safetensors":
-            path.write_text(path.read_text() + " ")  # in place, as an editor or Transformers' `save_pretrained`
-    model = AutoModelForCausalLM.from_pretrained(run.checkpoints / "checkpoint-1")
-    shared = (folder / "model.safetensors").stat().st_ino
-    assert shared == (run.checkpoints / "checkpoint-2" / "model.safetensors").stat().st_ino, "no second copy"
-    model.save_pretrained(folder)
+        path.write_bytes(b"x")  # in place, as an editor, Transformers' `save_pretrained`, or safetensors until 0.7
     assert {path: path.read_bytes() for path in sources} == before
 
 

@@ -168,5 +168,10 @@ def test_what_was_cut_off_takes_no_place_of_a_whole_checkpoint(tmp_path: Path) -
     (tmp_path / "checkpoint-13" / STATE_NAME).unlink()
     made(tmp_path, 20, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
+    (
+        tmp_path / "checkpoint-10" / "optimizer.pt"
+    ).unlink()  # a person's: it is large, and weights are all that is wanted
+    made(tmp_path, 25, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20", "checkpoint-25"]
     made(tmp_path, 30, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-30"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from openenv.core.harness.training import TrainingTrace
 
 from benchmarks.traces import session as long_session
+from capture_proxy.sampling import shaping_findings
 from capture_proxy.trace import (
     assign_roles,
     capture_from_json,
@@ -57,6 +58,8 @@ def test_any_session_gives_the_rows_of_its_capture_and_trains_each_sample_once(s
             turn.status = chance.choice([TurnStatus.ABORTED, TurnStatus.FAILED])
         elif doubt < 0.3:
             turn.findings = [Finding(Severity.FATAL, "misaligned", "")]
+        elif doubt < 0.5:
+            turn.findings = shaping_findings({"top_p": 0.9})
         half = len(turn.completion_ids_T) // 2
         turn.version_spans = [VersionSpan("v1", 0, half), VersionSpan("v2", half, len(turn.completion_ids_T))]
     chance.shuffle(turns)
@@ -64,6 +67,8 @@ def test_any_session_gives_the_rows_of_its_capture_and_trains_each_sample_once(s
     assign_roles(turns)
     rows = build_rows(capture).rows
     assert handed_over(capture) == rows
+    shaped = {turn.turn_id for turn in turns if turn.is_shaped}
+    assert [row.is_shaped for row in rows] == [bool(shaped & set(row.turn_ids)) for row in rows]
     assert rows_from_trace(to_training_trace(capture).model_dump()).rows == rows
     by_id = {turn.turn_id: turn for turn in turns}
     placed = Counter()

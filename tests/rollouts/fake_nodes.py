@@ -81,7 +81,7 @@ TASK = Task("moon", Path("/none"), "Say moon.", verify_script="true")
 
 def no_engine(job):
     detail = "the Docker engine does not answer"
-    return finished(job, Outcome.INFRA_FAILED, None, failed_stage="create", detail=detail, start_hung=True)
+    return finished(job, Outcome.INFRA_FAILED, None, failed_stage="create", detail=detail)
 
 
 class FakeBench:

@@ -27,15 +27,6 @@ def no_sandbox(job):
     return infra(job, "SetupFailed: image does not build", setup_failed=True)
 
 
-def hung(job, create_s=60.0):
-    """A sandbox that did not start, and was waited for since so long ago."""
-    detail = f"create took more than {create_s:.0f} s"
-    stages = {"create": create_s}
-    return finished(
-        job, Outcome.INFRA_FAILED, None, detail=detail, failed_stage="create", start_hung=True, stages_s=stages
-    )
-
-
 def sampled_by(*versions):
     """A row trace whose one turn was sampled by these policies."""
     spans = [{"version": f"v{version}", "start": n, "end": n + 1} for n, version in enumerate(versions)]

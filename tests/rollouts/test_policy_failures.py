@@ -11,7 +11,7 @@ from harness_trainer.rollouts.config import RolloutConfig
 from harness_trainer.rollouts.failures import Backoff, Breaker
 from harness_trainer.rollouts.store import RolloutStore
 from harness_trainer.rollouts.types import Job, Outcome
-from tests.rollouts.policy import TASKS, Waits, finished, hung, infra, no_sandbox, ready, run_until
+from tests.rollouts.policy import TASKS, Waits, finished, infra, no_sandbox, ready, run_until
 
 # -- retries and refills ---------------------------------------------------------------------------------------------
 
@@ -100,37 +100,12 @@ async def test_a_rollout_that_its_reward_function_failed_on_is_a_hole_and_replac
     assert len(notes) == 1 and f"{said}: mine.py:reward" in notes[0].detail["line"]
 
 
-async def test_a_reward_function_that_always_raises_ends_the_run_soon_and_says_why_once(store):
-    num_tried = 0
-
-    async def attempt(job):
-        nonlocal num_tried
-        num_tried += 1
-        return finished(job, reward=None, findings=[RAISED])
-
-    with pytest.raises(TrainingFailed, match=r"12 of the last 12 .*12 x reward_failed: mine.py:reward raised TypeErr"):
-        await run_until(store, attempt, lambda: False)
-    assert num_tried <= 14
-    assert [note.kind for note in store.notes(after=0)] == ["reward_failed"]
-
-
 async def test_groups_that_are_dropped_for_their_reward_function_name_it(store):
     async def attempt(job):
         return finished(job, reward=None, findings=[RAISED])
 
     with pytest.raises(TrainingFailed, match=r"2 groups in a row .*no reward: reward_failed: mine.py:reward raised"):
         await run_until(store, attempt, lambda: False, infra_window=50, schedule={"max_dropped_in_a_row": 2})
-
-
-def test_what_cannot_be_scored_with_its_siblings_counts_for_the_breaker_once():
-    breaker = Breaker(window=4, share=0.75)
-    for _ in range(4):
-        breaker.note(finished(JOB, reward=None))  # it waits for its group
-    breaker.note_unscored(finished(JOB))
-    for _ in range(2):
-        breaker.note_unscored(finished(JOB, reward=None, findings=[RAISED]))
-    with pytest.raises(TrainingFailed, match=r"3 of the last 4 .*3 x reward_failed"):
-        breaker.note_unscored(finished(JOB, reward=None, findings=[RAISED]))
 
 
 @pytest.mark.parametrize("rewards", [[None, None], [1.0, None]])
@@ -269,29 +244,6 @@ async def test_tries_that_got_no_sandbox_do_not_end_what_is_on_record_of_a_task(
 
     await run_until(store, attempt, store.drop_counts, tasks=TASKS[1:2], infra_window=200)
     assert store.setup_failed("b", "no image", 2), "the second in a row, with nothing known in between"
-
-
-@pytest.mark.parametrize(("since_s", "quarantined"), [(60.0, ["b"]), (0.0, [])])
-async def test_a_task_whose_starts_hang_while_others_get_sandboxes_is_quarantined(store, since_s, quarantined):
-    async def attempt(job):
-        if job.task.name == "b":
-            return hung(job, since_s)
-        job.has_box()
-        return finished(job)
-
-    schedule, last = {"max_open_groups": 9}, ready(store, 9)
-    await run_until(store, attempt, last, quarantine_after=1, infra_window=200, schedule=schedule)
-    assert list(store.quarantined()) == quarantined
-    assert ("too_few_scored" in store.drop_counts()) is not bool(quarantined)
-
-
-async def test_no_task_is_blamed_for_an_engine_whose_every_start_hangs(store):
-    async def attempt(job):
-        return hung(job)
-
-    with pytest.raises(TrainingFailed, match="x create: create took more than"):
-        await run_until(store, attempt, lambda: False, quarantine_after=1)
-    assert store.quarantined() == {}
 
 
 # -- the circuit breaker ---------------------------------------------------------------------------------------------

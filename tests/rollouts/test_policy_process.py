@@ -91,3 +91,14 @@ async def test_an_evaluation_that_is_killed_in_the_middle_is_finished_by_the_nex
     assert len(kept) == 2, "what was finished is not run again"
     assert len(store.results(0)) == 4 and store.group_counts() == {"ready": 1}
     assert store.outcome_counts() == {"cancelled": 4, "ok": 10}
+
+
+async def test_a_group_of_an_agent_that_the_run_has_no_more_is_dropped_and_replaced(tmp_path, store):
+    store.open_group(0, "moon", "renamed since")
+    async with served(ScriptedEngine("the moon"), tmp_path / "store.sqlite") as gateway:
+        runner = AgentRunner(tmp_path, gateway, warm_total=0)
+        await runner.start()
+        await runner.until(lambda: store.group_counts() == {"dropped": 1, "ready": 1})
+        assert await runner.end(signal.SIGTERM) == 0
+    assert store.fate(0) == ("dropped", "agent_gone") and len(store.results(1)) == 4
+    assert "'renamed since' is none of the run's any more" in (tmp_path / "runner.log").read_text()

@@ -169,7 +169,6 @@ async def test_a_node_that_can_make_no_sandboxes_does_not_draw_what_others_could
         bench.broken = {"a", "b"}  # none is better than another: what fails is seen, and counted
         results = [await asyncio.wait_for(executor.attempt(job(number)), 10) for number in range(4)]
         assert {result.outcome for result in results} == {Outcome.INFRA_FAILED}
-        assert not any(result.start_hung for result in results), "tasks are not to be blamed for a node's engine"
 
 
 async def test_what_a_node_could_not_take_once_is_sent_again(tmp_path):

@@ -51,6 +51,31 @@ async def test_a_start_that_hangs_is_given_up_at_its_limit_and_ended_later(tmp_p
     assert all(box.stopped for box in backend.begun)
 
 
+@pytest.mark.parametrize("others", ["start", "are warm", "had started before"])
+async def test_a_start_that_hangs_is_the_tasks_fault_if_others_are_started_meanwhile(tmp_path, others):
+    """One that was started ahead of need says nothing of an engine that stalls now."""
+    backend, other = ScriptedBackend(), BoxSpec("other")
+    async with scripted(tmp_path, backend, start_timeout_s=0.2) as means:
+        if others == "had started before":
+            await means.pool.give_up(await means.pool.take(other))
+        if others == "are warm":
+            means.pool.plan([(other, 1)])
+            await backend.until(lambda: means.pool.num_ready == 1)
+        backend.start_gate.clear()
+        hangs = asyncio.create_task(run_rollout(job(tmp_path), means))
+        await backend.until(lambda: backend.starting == 1)
+        await asyncio.sleep(0.01)
+        if others != "had started before":
+            backend.start_gate, stalled = asyncio.Event(), backend.start_gate
+            if others == "start":
+                backend.start_gate.set()
+            await means.pool.give_up(await means.pool.take(other))
+            backend.start_gate = stalled
+        result = await hangs
+    assert (result.failed_stage, result.start_hung) == ("create", True)
+    assert result.setup_failed is (others == "start")
+
+
 async def test_who_only_waited_for_others_starts_did_not_hang(tmp_path):
     backend = ScriptedBackend()
     backend.start_gate.clear()

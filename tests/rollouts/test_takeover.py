@@ -93,7 +93,7 @@ def attempt(store, name="r0", *, group=0, slot=0, number=0, sandbox_type="local"
 
 
 async def taken_over(store, tmp_path, boxes, *, admin=None, **options):
-    given = {"tasks": TASKS, "evaluation_tasks": {}, "harnesses": ["h"], "attach_s": 0.2, **options}
+    given = {"tasks": TASKS, "evaluation_tasks": {}, "harnesses": [("", "h")], "attach_s": 0.2, **options}
     journal = Journal(store, "local", KEEPER)
     return await Takeover(journal, Backend(boxes), tmp_path / "owned", admin or Admin(), **given)()
 
@@ -147,8 +147,8 @@ async def test_what_is_of_no_use_is_not_attached(store, tmp_path, why):
     attempt(store)
     if why == "its group is over":
         store.mark_dropped(0, "stale")
-    gone = {"its task is gone": {"tasks": {}}, "its agent is gone": {"harnesses": []}}.get(why, {})
-    assert await taken_over(store, tmp_path, {}, **gone) == []
+    gone = {"its task is gone": {"tasks": {}}, "its agent is gone": {"harnesses": [("other", "h")]}}.get(why, {})
+    assert await taken_over(store, tmp_path, {"box": Box("box")}, **gone) == []
     assert store.outcome_counts() == {"cancelled": 1}
 
 

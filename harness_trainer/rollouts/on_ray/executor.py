@@ -109,9 +109,8 @@ class Executor:
             if not result.setup_failed:
                 node.note(made=False)
         else:
-            result.start_hung = False  # which the node may be to blame for, and not the task
             made = result.outcome is not Outcome.INFRA_FAILED or result.failed_stage not in _BEFORE_A_BOX
-            if made or not result.setup_failed:  # an image that cannot be built says nothing of the node
+            if made or not result.setup_failed:  # a task whose sandbox cannot be had says nothing of the node
                 node.note(made=made)
         finally:
             node.running -= 1

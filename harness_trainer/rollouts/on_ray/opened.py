@@ -74,6 +74,7 @@ async def open_on_ray(
             weight=one.spec.weight,
             evaluation_tasks=one.held_out,
             evaluated=one.mix.evaluated(one.held_out, every_agent=spec.every_agent, num=None),
+            agents=one.mix.harnesses,
         )
         opened.append(source)
     return Agents(opened, executor.plan, partial(close_lost, store, [partial(seal, admin)]))
