@@ -14,6 +14,8 @@ import signal
 import statistics
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -116,35 +118,35 @@ def _learn(spec: LearnerSpec, store: RolloutStore, engine: EnginePresence | Repl
     from harness_trainer.learner.measuring import EngineWatch, Meter
     from harness_trainer.learner.train import run_learner
 
-    logging.getLogger(_OTHER_POLICY).addHandler(TellsFirst(store))
     resume_from, run_name = _go_on(spec, store)
     transfer = _transfer(spec, store, engine)
-    run_learner(
-        spec.config,
-        model_path=spec.model_path,
-        output_dir=spec.checkpoints,
-        group_source=StoreGroupSource(
-            spec.store,
-            alive=lambda: store.state(RUNNER_ERROR) or None,
-            starved_after_s=spec.starved_after_s,
-            evaluate_every=spec.evaluate_every,
-            engine_number=lambda: engine.numbers,
-        ),
-        weight_transfer=transfer,
-        on_step=lambda report: _write_down(spec.metrics, store, report),
-        resume_from=resume_from,
-        base_version=used_up(store),
-        temperature=spec.temperature,
-        measure=Meter(
-            store,
-            EngineWatch(spec.store),
-            max_staleness=spec.config.max_staleness,
-            phases_s=lambda: transfer.last_timings,
-        ),
-        run_name=run_name,
-        engine=engine,
-        ranks=ranks,
-    )
+    with _telling_first(store):
+        run_learner(
+            spec.config,
+            model_path=spec.model_path,
+            output_dir=spec.checkpoints,
+            group_source=StoreGroupSource(
+                spec.store,
+                alive=lambda: store.state(RUNNER_ERROR) or None,
+                starved_after_s=spec.starved_after_s,
+                evaluate_every=spec.evaluate_every,
+                engine_number=lambda: engine.numbers,
+            ),
+            weight_transfer=transfer,
+            on_step=lambda report: _write_down(spec.metrics, store, report),
+            resume_from=resume_from,
+            base_version=used_up(store),
+            temperature=spec.temperature,
+            measure=Meter(
+                store,
+                EngineWatch(spec.store),
+                max_staleness=spec.config.max_staleness,
+                phases_s=lambda: transfer.last_timings,
+            ),
+            run_name=run_name,
+            engine=engine,
+            ranks=ranks,
+        )
 
 
 class TellsFirst(logging.Handler):
@@ -158,6 +160,16 @@ class TellsFirst(logging.Handler):
         store, self._store = self._store, None
         if store is not None:
             store.tell("other_policy", record.getMessage())
+
+
+@contextmanager
+def _telling_first(store: RolloutStore) -> Iterator[None]:
+    handler, logger = TellsFirst(store), logging.getLogger(_OTHER_POLICY)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)  # the store is closed after this
 
 
 def _go_on(spec: LearnerSpec, store: RolloutStore) -> tuple[Path | None, str]:
