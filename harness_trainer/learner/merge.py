@@ -11,12 +11,13 @@ from pathlib import Path
 
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Write weights and config; the base's precision is kept."""
+    """Write weights and config; the base's precision is kept. The class is the one that the learner trains."""
     import peft
-    from transformers import AutoModelForCausalLM
+
+    from harness_trainer.learner.trl_compat import trl_utils
 
     dtype = json.loads((base / "config.json").read_text(encoding="utf-8")).get("dtype", "auto")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    model = trl_utils.create_model_from_path(str(base), device_map=None, dtype=dtype)
     peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
 
 

@@ -65,6 +65,7 @@ __all__ = [
     "build_trainer",
     "fit_trl_to_this_machine",
     "pack_micro_batches",
+    "trl_utils",
     "use_attention_that_runs_here",
 ]
 

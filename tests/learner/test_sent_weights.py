@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from harness_trainer.engine.prepare import checkpoint_shapes
 from harness_trainer.errors import SetupError
 from harness_trainer.learner.flops import nan_where_unknown
+from harness_trainer.learner.merge import merge
 from harness_trainer.learner.sent_weights import SentWeights
 from harness_trainer.learner.sync_config import LoraConfig
 from harness_trainer.learner.train import last_checkpoint
@@ -150,6 +151,28 @@ def test_with_an_adapter_merged_the_names_are_the_same(family, tmp_path, few_thr
     for name in saved:
         torch.testing.assert_close(stream[name], saved[name], atol=1e-5, rtol=0)
     assert manifest["names"] == list(stream)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Gemma3", "Qwen2_5_VL", "Mistral3"])
+def test_the_final_model_of_an_adapter_has_the_base_models_names(family, tmp_path, few_threads):
+    """`AutoModelForCausalLM`, asked before, knows neither Qwen2.5-VL nor Mistral 3."""
+    build(family, tmp_path / "base")
+    base = trl_utils.create_model_from_path(str(tmp_path / "base"), device_map=None, dtype="float32")
+    model = peft.get_peft_model(base, peft_config(LoraConfig(rank=2, targets=["q_proj", "o_proj"])))
+    adapter_only = [tensor for name, tensor in model.named_parameters() if "lora_" in name]
+    with torch.no_grad():
+        for tensor in adapter_only:
+            tensor.add_(torch.rand_like(tensor))
+    model.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    assert saved.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], saved[name])}
+    assert changed and all(("q_proj" in name or "o_proj" in name) for name in changed)
+    model.merge_and_unload().save_pretrained(tmp_path / "by_hand")
+    by_hand = load_file(tmp_path / "by_hand" / "model.safetensors")
+    assert all(torch.equal(saved[name], by_hand[name]) for name in saved)
 
 
 def with_tokenizer(build_model, family, folder, **changes):
