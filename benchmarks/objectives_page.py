@@ -29,9 +29,9 @@ CURVE = 2  # steps that share a column of the curves
 
 
 def in_order(runs: Iterable[Run]) -> list[Run]:
-    """The default's runs first, then as `CHOICES` has them; by seed within a name."""
+    """The default's runs first, then as `CHOICES` has them; by steps and seed within a name."""
     names = list(CHOICES)
-    return sorted(runs, key=lambda run: (names.index(run["name"]), run["seed"]))
+    return sorted(runs, key=lambda run: (names.index(run["name"]), run["num_steps"], run["seed"]))
 
 
 def rewards(run: Run, first: int, last: int) -> list[float]:
@@ -70,9 +70,9 @@ def _intro(runs: Sequence[Run]) -> list[str]:
         "dropped ones, and so by the model that all runs share (over all runs "
         f"{pooled:.3f} ± {error:.3f}); end: the last {LAST}. ± is one standard error over rollouts. Rise: end less the "
         "run's own start, in standard errors of that difference; beside default: its end less that of all the "
-        "default's runs together, likewise. The gradient's norm before clipping, the KL to the policy that sampled and "
-        "the share of tokens that a clip, a cut or a mask has bounded are means over steps; the ratio is the largest "
-        "of any token. Settings that a row does not name are the default's."
+        "default's runs of as many steps together, likewise. The gradient's norm before clipping, the KL to the "
+        "policy that sampled and the share of tokens that a clip, a cut or a mask has bounded are means over steps; "
+        "the ratio is the largest of any token. Settings that a row does not name are the default's."
     )
     return textwrap.wrap(text, 120, break_on_hyphens=False)
 
@@ -82,12 +82,16 @@ def _results(runs: Sequence[Run]) -> list[str]:
         "run", "seed", "settings", "start", "end", "rise", "beside default", "gradient", "largest ratio", "KL",
         "bounded", "steps", "min",
     )  # fmt: skip
-    default = [reward for run in runs if run["name"] == "default" for reward in end_of(run)]
-    return _table(header, [_result(run, default) for run in runs])
+    return _table(header, [_result(run, _default_beside(run, runs)) for run in runs])
+
+
+def _default_beside(run: Run, runs: Sequence[Run]) -> list[float]:
+    """The end's rewards of the default's runs of as many steps."""
+    default = [known for known in runs if known["name"] == "default" and known["num_steps"] == run["num_steps"]]
+    return [reward for known in default for reward in end_of(known)]
 
 
 def _result(run: Run, default: Sequence[float]) -> list[str]:
-    """`default`: the end's rewards of all the default's runs."""
     bounded = "importance_bounded_fraction" if "importance_correction" in run["settings"] else "clip_fraction"
     settings = ", ".join(f"`{name}: {value}`" for name, value in run["settings"].items())
     beside = errors_apart(default, end_of(run)) if default and run["name"] != "default" else None

@@ -180,6 +180,19 @@ def test_what_was_not_measured_is_a_dash():
     assert row.endswith("| - | - | - | - | - | 3 | 1.0 |")
 
 
+def test_a_run_is_compared_with_the_defaults_runs_of_as_many_steps():
+    def run(name, steps, last):
+        what = {"num_steps": steps, "tasks": "a,b", "group_size": 2, "seed": 0, "minutes": 1.0, "name": name}
+        curve = [step(number, 0.0, 1.0) for number in range(1, steps)]
+        return {**what, "settings": CHOICES[name], "steps": [*curve, step(steps, *last)]}
+
+    page = objectives_page.page(
+        [run("default", 3, (0.0, 1.0)), run("default", 4, (9.0, 9.5)), run("kl_coef", 3, (0.0, 1.0))]
+    )
+    (row,) = (line for line in page.splitlines() if line.startswith("| kl_coef | 0 | `"))
+    assert row.split(" | ")[6] == "+0.0"
+
+
 def test_the_page_has_the_tables_of_the_file_and_the_file_the_settings_of_today():
     runs = read_results(ROOT / objectives.RESULTS)
     text = (ROOT / objectives_page.PAGE).read_text(encoding="utf-8")
