@@ -143,7 +143,7 @@ class Bench:
             _write_task(folder / name / name, **options)
         schedule = {"max_open_groups": 1, "num_groups": 1, "max_staleness": None}
         schedule |= {key: settings.pop(key) for key in list(settings) if key in schedule}
-        task = str(settings.pop("task", "plain"))
+        task, intercepted = str(settings.pop("task", "plain")), settings.pop("intercepted", False)
         defaults = {"group_size": 2, "max_concurrent": 2, "timeout_s": 90, "warm_total": 0, "retry_backoff_s": 0.0}
         agent = {
             "name": "waiting",
@@ -152,6 +152,9 @@ class Bench:
             "env": {"URL": "${base_url}/v1/chat/completions", "TOKEN": "${token}"},
             "output": {"type": "text"},
         }
+        if intercepted:  # it knows its provider's host and nothing else
+            env = {"URL": "https://api.openai.com/v1/chat/completions", "TOKEN": "any"}
+            agent |= {"env": env, "needs_intercept": True}
         (folder / "agent.yaml").write_text(json.dumps(agent))
         spec = runner_spec(
             folder,

@@ -15,6 +15,7 @@ from harness_trainer.rollouts.store import RolloutStore
 from sandboxes import bubblewrap
 from sandboxes.lifecycle import reap
 from tests.capture.serving import served, until
+from tests.intercept.intercepting import needs_mitmproxy
 from tests.rollouts.reattaching import Bench, Boxes, DockerBoxes
 
 KINDS = ["none", "bubblewrap", pytest.param("docker", marks=pytest.mark.docker)]
@@ -81,6 +82,20 @@ async def test_agents_go_on_and_are_taken_over_also_twice_in_a_row(tmp_path, box
         assert run.log().count("is ready") == 1
         for result in run.store.results(0):
             assert result.stages_s["away"] == 0, "its agent was at work all the time"
+
+
+@needs_mitmproxy
+@pytest.mark.parametrize("boxes", KINDS[1:], indirect=True)  # without walls nobody can be intercepted
+async def test_intercepted_agents_go_on_although_their_proxy_ended_with_the_runner(tmp_path, boxes):
+    async with bench(tmp_path, boxes, intercepted=True, infra_retries=0) as run:
+        await run.until(lambda: len(run.at_work()) == 2)
+        attempts = run.at_work()
+        await run.kill()
+        await run.start()
+        await run.until(lambda: run.log().count("goes on in") == 2)
+        run.tell_to_go_on(attempts)
+        await run.until(lambda: run.store.group_counts() == {"ready": 1})
+        await run.check_results(0, ids_of(attempts))
 
 
 async def test_agents_that_ended_while_no_runner_was_there_are_scored_and_their_time_is_their_own(tmp_path, boxes):
