@@ -8,6 +8,7 @@ calls otherwise. Everything here blocks (imports take seconds): `rendering` call
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import secrets
@@ -194,12 +195,23 @@ def load(
     tokenizer = _load_tokenizer(folder)
     _populate_registry()
     known = sorted(n for n in RENDERER_REGISTRY if n != "default")
-    if name == "auto":
-        return _detect(tokenizer, [n for n in RENDERER_REGISTRY if n in known], thinking_retention, engine_ids or [])
     wanted = name.replace("_", "-")
-    if wanted not in known:
+    if name == "auto":
+        names = [n for n in RENDERER_REGISTRY if n in known]
+        family = _detect(tokenizer, names, thinking_retention, engine_ids or [])
+    elif wanted in known:
+        family = Family(wanted, tokenizer, thinking_retention)
+    else:
         raise FamilyError(f"no renderer is called {name!r}: choose auto, none or one of {', '.join(known)}")
-    return Family(wanted, tokenizer, thinking_retention)
+    _give_memory_back()
+    return family
+
+
+def _give_memory_back() -> None:
+    """Reading a large tokenizer takes 50 to 90 MB that glibc would keep for the process's life."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl and macOS have none, and keep less
+    if trim is not None:
+        trim(0)
 
 
 def _detect(

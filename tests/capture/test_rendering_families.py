@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +120,27 @@ async def test_with_the_templates_own_retention_a_user_message_forks_where_reaso
     assert turns[1].bridge_refusal == "qwen3 does not continue this reply with a user message"
     fork = graph.build(turns).nodes[turns[1].turn_id].fork
     assert fork.position == len(turns[0].prompt_ids_P)
+
+
+HOLDS = """
+import ctypes, sys
+from pathlib import Path
+from capture_proxy import families
+
+def resident():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmRSS:"))
+    return int(line.split()[1]) // 1024
+
+kept = families.load("qwen3", Path(sys.argv[1]), None)
+before = resident()
+ctypes.CDLL(None).malloc_trim(0)
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc, which alone keeps so much")
+def test_what_reading_a_tokenizer_took_is_not_kept(tmp_path):
+    folder = tokenizer_folder(FAMILIES["qwen3"], tmp_path)
+    argv = [sys.executable, "-c", HOLDS, str(folder)]
+    done = subprocess.run(argv, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10, "MB that could have been given back"
