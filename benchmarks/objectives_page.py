@@ -8,11 +8,12 @@ Owns the statistics and their looks; rewrites the page from `MARK` to its end an
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.learning import mean_and_error
@@ -28,10 +29,14 @@ FIRST, LAST = 2, 3
 CURVE = 2  # steps that share a column of the curves
 
 
-def in_order(runs: Iterable[Run]) -> list[Run]:
-    """The default's runs first, then as `CHOICES` has them; by steps and seed within a name."""
+def grouped(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs of the same objective and length together: the default's first, then as `CHOICES` has them."""
     names = list(CHOICES)
-    return sorted(runs, key=lambda run: (names.index(run["name"]), run["num_steps"], run["seed"]))
+
+    def key(run: Run) -> tuple[int, int]:
+        return names.index(run["name"]), run["num_steps"]
+
+    return [list(group) for _, group in itertools.groupby(sorted(runs, key=key), key)]
 
 
 def rewards(run: Run, first: int, last: int) -> list[float]:
@@ -56,8 +61,8 @@ def errors_apart(before: Sequence[float], after: Sequence[float]) -> float | Non
 
 def page(runs: Sequence[Run]) -> str:
     """All that stands below the mark."""
-    runs = in_order(runs)
-    return "\n".join(["", "## Measured", "", *_intro(runs), "", *_results(runs), "", *_curves(runs), ""])
+    groups = grouped(runs)
+    return "\n".join(["", "## Measured", "", *_intro(runs), "", *_results(groups), "", *_curves(groups), ""])
 
 
 def _intro(runs: Sequence[Run]) -> list[str]:
@@ -68,65 +73,65 @@ def _intro(runs: Sequence[Run]) -> list[str]:
         "SmolLM2-135M (float32, two shared CPU cores, learning rate 2e-5, `max_staleness` 1, replies of at most 48 "
         f"tokens). Start: the first {FIRST} steps, sampled before the first update but for groups that replaced "
         "dropped ones, and so by the model that all runs share (over all runs "
-        f"{pooled:.3f} ± {error:.3f}); end: the last {LAST}. ± is one standard error over rollouts. Rise: end less the "
-        "run's own start, in standard errors of that difference; beside default: its end less that of all the "
-        "default's runs of as many steps together, likewise. The gradient's norm before clipping, the KL to the "
-        "policy that sampled and the share of tokens that a clip, a cut or a mask has bounded are means over steps; "
-        "the ratio is the largest of any token. Settings that a row does not name are the default's."
+        f"{pooled:.3f} ± {error:.3f}); end: the last {LAST}. Runs of one objective and length are a row together, also "
+        "of one seed: which rollouts a step trains on depends on the moment, so none repeats another. ± is one "
+        "standard error over rollouts, which knows nothing of how far apart whole runs are. Rise: end less start, in "
+        "standard errors of that difference, of all together and of each run; beside default: the end less that of "
+        "the default's runs of as many steps, likewise. The gradient's norm before clipping, the KL to the policy that "
+        "sampled and the share of tokens that a clip, a cut or a mask has bounded are means over steps; the ratio is "
+        "the largest of any token. Settings that a row does not name are the default's."
     )
     return textwrap.wrap(text, 120, break_on_hyphens=False)
 
 
-def _results(runs: Sequence[Run]) -> list[str]:
+def _results(groups: Sequence[Sequence[Run]]) -> list[str]:
     header = (
-        "run", "seed", "settings", "start", "end", "rise", "beside default", "gradient", "largest ratio", "KL",
-        "bounded", "steps", "min",
+        "run", "settings", "steps", "runs", "start", "end", "rise", "each run's", "beside default", "gradient",
+        "largest ratio", "KL", "bounded", "min each",
     )  # fmt: skip
-    return _table(header, [_result(run, _default_beside(run, runs)) for run in runs])
+    defaults = {runs[0]["num_steps"]: runs for runs in groups if runs[0]["name"] == "default"}
+    return _table(header, [_result(runs, defaults.get(runs[0]["num_steps"], ())) for runs in groups])
 
 
-def _default_beside(run: Run, runs: Sequence[Run]) -> list[float]:
-    """The end's rewards of the default's runs of as many steps."""
-    default = [known for known in runs if known["name"] == "default" and known["num_steps"] == run["num_steps"]]
-    return [reward for known in default for reward in end_of(known)]
-
-
-def _result(run: Run, default: Sequence[float]) -> list[str]:
-    bounded = "importance_bounded_fraction" if "importance_correction" in run["settings"] else "clip_fraction"
-    settings = ", ".join(f"`{name}: {value}`" for name, value in run["settings"].items())
-    beside = errors_apart(default, end_of(run)) if default and run["name"] != "default" else None
+def _result(runs: Sequence[Run], defaults: Sequence[Run]) -> list[str]:
+    """`defaults`: the default's runs of as many steps."""
+    one = runs[0]
+    start, end, usual = _of_all(start_of, runs), _of_all(end_of, runs), _of_all(end_of, defaults)
+    bounded = "importance_bounded_fraction" if "importance_correction" in one["settings"] else "clip_fraction"
+    settings = ", ".join(f"`{name}: {value}`" for name, value in one["settings"].items())
+    beside = errors_apart(usual, end) if usual and one["name"] != "default" else None
     return [
-        run["name"],
-        str(run["seed"]),
+        one["name"],
         settings or "-",
-        "{:.3f} ± {:.3f}".format(*mean_and_error(start_of(run))),
-        "{:.3f} ± {:.3f}".format(*mean_and_error(end_of(run))),
-        _number(errors_apart(start_of(run), end_of(run)), "+.1f"),
+        str(one["num_steps"]),
+        str(len(runs)),
+        "{:.3f} ± {:.3f}".format(*mean_and_error(start)),
+        "{:.3f} ± {:.3f}".format(*mean_and_error(end)),
+        _number(errors_apart(start, end), "+.1f"),
+        " ".join(_number(errors_apart(start_of(run), end_of(run)), "+.1f") for run in runs),
         _number(beside, "+.1f"),
-        _number(_mean(run, "grad_norm"), ".2f"),
-        _number(max(_known(run, "ratio_max"), default=None), ".2f"),
-        _number(_mean(run, "kl"), ".4f"),
-        _number(_mean(run, bounded), ".1%"),
-        str(len(run["steps"])),
-        f"{run['minutes']:.1f}",
+        _number(_mean(runs, "grad_norm"), ".2f"),
+        _number(max(_known(runs, "ratio_max"), default=None), ".2f"),
+        _number(_mean(runs, "kl"), ".4f"),
+        _number(_mean(runs, bounded), ".1%"),
+        f"{statistics.fmean(run['minutes'] for run in runs):.1f}",
     ]
 
 
-def _curves(runs: Sequence[Run]) -> list[str]:
-    longest = max(run["num_steps"] for run in runs)
+def _curves(groups: Sequence[Sequence[Run]]) -> list[str]:
+    longest = max(runs[0]["num_steps"] for runs in groups)
     windows = [(first, min(first + CURVE - 1, longest)) for first in range(1, longest + 1, CURVE)]
-    header = ["mean reward of steps", "seed", *(f"{first} to {last}" for first, last in windows)]
-    return _table(
-        header,
-        [
-            [run["name"], str(run["seed"])]
-            + [
-                _number(statistics.fmean(values) if (values := rewards(run, *window)) else None, ".3f")
-                for window in windows
-            ]
-            for run in runs
-        ],
-    )
+    header = ["mean reward of steps", "runs", *(f"{first} to {last}" for first, last in windows)]
+    return _table(header, [[runs[0]["name"], str(len(runs)), *_curve(runs, windows)] for runs in groups])
+
+
+def _curve(runs: Sequence[Run], windows: Iterable[tuple[int, int]]) -> list[str]:
+    parts = ([reward for run in runs for reward in rewards(run, *window)] for window in windows)
+    return [_number(statistics.fmean(part) if part else None, ".3f") for part in parts]
+
+
+def _of_all(which: Callable[[Run], list[float]], runs: Iterable[Run]) -> list[float]:
+    return [reward for run in runs for reward in which(run)]
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -134,12 +139,12 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def _known(run: Run, name: str) -> list[float]:
-    return [step[name] for step in run["steps"] if step[name] is not None]
+def _known(runs: Iterable[Run], name: str) -> list[float]:
+    return [step[name] for run in runs for step in run["steps"] if step[name] is not None]
 
 
-def _mean(run: Run, name: str) -> float | None:
-    known = _known(run, name)
+def _mean(runs: Iterable[Run], name: str) -> float | None:
+    known = _known(runs, name)
     return statistics.fmean(known) if known else None
 
 

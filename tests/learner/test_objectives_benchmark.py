@@ -176,21 +176,37 @@ def test_start_and_end_are_the_first_and_the_last_steps():
 def test_what_was_not_measured_is_a_dash():
     what = {"num_steps": 3, "tasks": "a,b", "group_size": 1, "seed": 0, "minutes": 1.0}
     run = {"name": "default", "settings": {}, **what, "steps": [step(n, 0.0, n / 10) for n in (1, 2, 3)]}
-    (row,) = (line for line in objectives_page.page([run]).splitlines() if line.startswith("| default | 0 | - "))
-    assert row.endswith("| - | - | - | - | - | 3 | 1.0 |")
+    (row,) = (line for line in objectives_page.page([run]).splitlines() if line.startswith("| default | - | 3 | 1 | "))
+    assert row.endswith("| - | - | - | - | - | 1.0 |")
+
+
+def run_of(name, *rewards_of_steps, minutes=1.0):
+    what = {"num_steps": len(rewards_of_steps), "tasks": "a,b", "group_size": 2, "seed": 0, "minutes": minutes}
+    steps = [step(number, *rewards) for number, rewards in enumerate(rewards_of_steps, 1)]
+    return {**what, "name": name, "settings": CHOICES[name], "steps": steps}
+
+
+def cells(page, name):
+    return [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(f"| {name} | ")]
 
 
 def test_a_run_is_compared_with_the_defaults_runs_of_as_many_steps():
-    def run(name, steps, last):
-        what = {"num_steps": steps, "tasks": "a,b", "group_size": 2, "seed": 0, "minutes": 1.0, "name": name}
-        curve = [step(number, 0.0, 1.0) for number in range(1, steps)]
-        return {**what, "settings": CHOICES[name], "steps": [*curve, step(steps, *last)]}
+    flat = [(0.0, 1.0)] * 3
+    runs = [run_of("default", *flat), run_of("default", *flat, (9.0, 9.5)), run_of("kl_coef", *flat)]
+    assert cells(objectives_page.page(runs), "kl_coef")[0][8] == "+0.0"
 
+
+def test_runs_of_one_objective_and_length_are_a_row_together():
+    low, high = [(0.0, 2.0)] * 2 + [(0.0, 2.0)] * 3, [(0.0, 2.0)] * 2 + [(4.0, 6.0)] * 3
     page = objectives_page.page(
-        [run("default", 3, (0.0, 1.0)), run("default", 4, (9.0, 9.5)), run("kl_coef", 3, (0.0, 1.0))]
+        [run_of("default", *low), run_of("kl_coef", *low), run_of("default", *high, minutes=2.0)]
     )
-    (row,) = (line for line in page.splitlines() if line.startswith("| kl_coef | 0 | `"))
-    assert row.split(" | ")[6] == "+0.0"
+    result, curve = cells(page, "default")
+    assert result[2:6] == ["5", "2", "1.000 ± 0.378", "3.000 ± 0.674"]
+    alone = objectives_page.errors_apart([0.0, 2.0] * 2, [4.0, 6.0] * 3)
+    assert result[7] == f"+0.0 {alone:+.1f}" and result[-1] == "1.5"
+    assert curve == ["default", "2", "1.000", "3.000", "3.000"]
+    assert len(cells(page, "kl_coef")) == 2
 
 
 def test_the_page_has_the_tables_of_the_file_and_the_file_the_settings_of_today():
@@ -200,7 +216,7 @@ def test_the_page_has_the_tables_of_the_file_and_the_file_the_settings_of_today(
         "run `python -m benchmarks.objectives_page`"
     )
     assert [run["name"] for run in runs if run["settings"] != CHOICES[run["name"]]] == []
-    assert len({json.dumps([run[key] for key in objectives.IDENTITY]) for run in runs}) == len(runs)
+    assert len({json.dumps(run) for run in runs}) == len(runs), "a run stands there twice"
     for run in runs:  # what the page says of the start; a replaced group is half of a step
         assert run["steps"][0]["staleness_mean"] == 0
         assert run["steps"][1]["staleness_mean"] >= 0.5
